@@ -1,0 +1,167 @@
+"""Attention modules: projections around `attend`.
+
+    attention(x) = o_proj( softmax(q k^T * scale + bias) v ),   q, k, v = projections of x, split into heads
+
+`forward(x, source, ctx)`: queries from `x` (B, T, D), keys and values from `source` (B, S, D), which is `x` itself in
+self-attention and the encoder's output in cross-attention.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qkv import config as c
+from qkv.nn.backends import Scoring, attend, attention_weights
+from qkv.nn.context import AttentionPlan, Context
+from qkv.nn.position import Rotary, Scheme
+from qkv.nn.registry import implements, make
+
+
+class AttentionModule(nn.Module):
+    """What all mechanisms share: which pattern and position scheme they use, and how q, k, v become an output.
+
+    `pattern_key` and `positions_key` number the distinct patterns and schemes of the stack; the stack sets them.
+    A scheme whose tensors the layers share belongs to the stack: `positions` is None here, and the context has it.
+    """
+
+    def __init__(self, config: c.Attention, head_sizes: c.Sizes) -> None:
+        super().__init__()
+        self.pattern, self.scale, self.dropout = config.pattern, config.score_scale, config.dropout
+        self.pattern_key = self.positions_key = 0
+        self.positions = None if config.positions.shared else make(config.positions, head_sizes)
+
+    def scheme(self, ctx: Context) -> tuple[Scheme, Any]:
+        """The position scheme and what it computed for this forward."""
+        scheme = self.positions if self.positions is not None else ctx.shared[self.positions_key]
+        return scheme, ctx.table(self.positions_key, scheme)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, scoring: Scoring) -> Float[Tensor, "B H T Fv"]:
+        """Values mixed by the scores of q and k, with what the position scheme adds."""
+        scheme, table = self.scheme(ctx)
+        scoring = replace(
+            scoring,
+            bias=scheme.bias(q, k, table, self.scale),
+            dropout=self.dropout if self.training else 0.0,
+            values=(lambda weights: scheme.values(weights, table)) if scheme.uses_weights else None,
+        )
+        return self.attend(q, k, v, ctx, ctx.plan(self.pattern_key, self.pattern), scoring)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, plan: AttentionPlan, scoring: Scoring
+    ) -> Float[Tensor, "B H T Fv"]:
+        """`attend`, watched."""
+        if ctx.trace is not None:
+            for point, value in (("q", q), ("k", k), ("v", v)):
+                ctx.tap(self, point, value)
+            ctx.trace.record(self, "weights", lambda: attention_weights(q, k, plan, scoring))
+        return attend(q, k, v, plan, scoring)
+
+
+@implements(c.MultiHead)
+class MultiHead(AttentionModule):
+    """Vaswani 2017, section 3.2; with fewer key-value heads, Shazeer 2019 and Ainslie 2023."""
+
+    def __init__(self, config: c.MultiHead, sizes: c.Sizes) -> None:
+        heads, kv_heads, head_dim = config.n_heads, config.kv_heads, config.head_dim
+        super().__init__(config, c.Sizes(sizes.d_model, sizes.max_seq_len, heads, head_dim))
+        self.n_heads, self.kv_heads = heads, kv_heads
+        self.softcap, self.log_n = config.softcap, config.log_n
+        names = ("q_proj", "k_proj", "v_proj")
+        if config.global_projections:
+            names += ("q_global_proj", "k_global_proj", "v_global_proj")
+        for name in names:
+            width = head_dim * (heads if name[0] == "q" else kv_heads)
+            self.add_module(name, nn.Linear(sizes.d_model, width, bias=config.qkv_bias))
+        self.o_proj = nn.Linear(heads * head_dim, sizes.d_model, bias=config.o_bias)
+        self.q_norm, self.k_norm = make(config.qk_norm, head_dim), make(config.qk_norm, head_dim)
+        self.sinks = nn.Parameter(torch.empty(heads)) if config.sinks else None
+        self.global_projections = config.global_projections
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], source: Float[Tensor, "B S D"], ctx: Context
+    ) -> Float[Tensor, "B T D"]:
+        scoring = Scoring(self.scale, softcap=self.softcap, sinks=self.sinks)
+        q, k, v = self.project(x, source, ctx, (self.q_proj, self.k_proj, self.v_proj))
+        out = self.mix(q, k, v, ctx, scoring)
+        if self.global_projections and ctx.global_rows is not None:
+            out = self._global(x, source, out, ctx, scoring)
+        return self.o_proj(ctx.tap(self, "context", join(out)))
+
+    def project(
+        self, x: Tensor, source: Tensor, ctx: Context, projections: tuple[nn.Module, nn.Module, nn.Module]
+    ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B G S F"], Float[Tensor, "B G S F"]]:
+        """Queries, keys and values in heads, with positions."""
+        q_proj, k_proj, v_proj = projections
+        q = self.q_norm(split(q_proj(x), self.n_heads))
+        k = self.k_norm(split(k_proj(source), self.kv_heads))
+        if self.log_n is not None:
+            growth = (ctx.query.position.double() + 1).clamp(min=1).log() / math.log(self.log_n)
+            q = q * growth.clamp(min=1)[:, None, :, None].to(q.dtype)
+        scheme, table = self.scheme(ctx)
+        q, k = scheme.turn(q, k, table)
+        return q, k, split(v_proj(source), self.kv_heads)
+
+    def _global(self, x: Tensor, source: Tensor, out: Tensor, ctx: Context, scoring: Scoring) -> Tensor:
+        """Rows of global tokens replaced by attention to every key through projections of their own (Beltagy 2020)."""
+        q, k, v = self.project(x, source, ctx, (self.q_global_proj, self.k_global_proj, self.v_global_proj))
+        rows = ctx.global_rows  # (B, n) indices of the global tokens, padded with other rows
+        picked = rows[:, None, :, None].expand(-1, self.n_heads, -1, q.shape[-1])
+        plan = ctx.global_plan(rows)
+        everywhere = attend(q.gather(2, picked), k, v, plan, scoring)
+        is_global = ctx.query.is_global.gather(1, rows)[:, None, :, None]
+        kept = torch.where(is_global, everywhere, out.gather(2, picked))
+        return out.scatter(2, picked, kept)
+
+
+@implements(c.Latent)
+class Latent(AttentionModule):
+    """DeepSeek-V2, section 2.1: keys and values rebuilt from a latent of `kv_rank`; one turned key for all heads."""
+
+    def __init__(self, config: c.Latent, sizes: c.Sizes) -> None:
+        super().__init__(config, c.Sizes(sizes.d_model, sizes.max_seq_len, config.n_heads, config.rope_dim))
+        d, heads = sizes.d_model, config.n_heads
+        self.n_heads, self.nope_dim, self.rope_dim = heads, config.nope_dim, config.rope_dim
+        self.kv_rank = config.kv_rank
+        if config.q_rank is None:
+            self.q_proj = nn.Linear(d, heads * config.query_dim, bias=False)
+        else:
+            self.q_down_proj = nn.Linear(d, config.q_rank, bias=False)
+            self.q_norm = make(config.norm, config.q_rank)
+            self.q_up_proj = nn.Linear(config.q_rank, heads * config.query_dim, bias=False)
+        self.q_rank = config.q_rank
+        self.kv_down_proj = nn.Linear(d, config.kv_rank + config.rope_dim, bias=False)
+        self.kv_norm = make(config.norm, config.kv_rank)
+        self.kv_up_proj = nn.Linear(config.kv_rank, heads * (config.nope_dim + config.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(heads * config.v_head_dim, d, bias=False)
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], source: Float[Tensor, "B S D"], ctx: Context
+    ) -> Float[Tensor, "B T D"]:
+        rotary, table = self.scheme(ctx)
+        assert isinstance(rotary, Rotary)
+        flat = self.q_proj(x) if self.q_rank is None else self.q_up_proj(self.q_norm(self.q_down_proj(x)))
+        q_nope, q_rope = split(flat, self.n_heads).split((self.nope_dim, self.rope_dim), -1)
+        latent, k_rope = self.kv_down_proj(source).split((self.kv_rank, self.rope_dim), -1)
+        rebuilt = split(self.kv_up_proj(self.kv_norm(latent)), self.n_heads)
+        k_nope, v = rebuilt.split((self.nope_dim, rebuilt.shape[-1] - self.nope_dim), -1)
+        q_rope, k_rope = rotary.turn(q_rope, k_rope[:, None], table)
+        q = torch.cat((q_nope, q_rope), -1)
+        k = torch.cat((k_nope, k_rope.expand(-1, self.n_heads, -1, -1)), -1)
+        out = self.mix(q, k, v, ctx, Scoring(self.scale))
+        return self.o_proj(ctx.tap(self, "context", join(out)))
+
+
+def split(x: Float[Tensor, "B T HF"], heads: int) -> Float[Tensor, "B H T F"]:
+    """Separate the heads."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def join(x: Float[Tensor, "B H T F"]) -> Float[Tensor, "B T HF"]:
+    """Put the heads side by side."""
+    return x.transpose(1, 2).flatten(-2)

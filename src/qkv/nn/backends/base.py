@@ -1,0 +1,50 @@
+"""What a backend is, and what a call of it carries besides q, k, v and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from qkv.nn.context import AttentionPlan
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores become weights."""
+
+    scale: float
+    bias: Tensor | None = None
+    """Joins the scaled scores; broadcastable to (B, H, Q, K)."""
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """(H,): one more score per head, whose weight goes to nothing."""
+    dropout: float = 0.0
+    values: Callable[[Tensor], Tensor | None] | None = None
+    """From the weights (B, H, Q, K), what joins the output."""
+
+    @property
+    def special(self) -> str | None:
+        """The feature that only the eager formula has, in words; None if there is none."""
+        if self.softcap is not None:
+            return "it has no softcap"
+        if self.sinks is not None:
+            return "it has no attention sinks"
+        return "it does not show the attention weights" if self.values is not None else None
+
+
+class Backend(Protocol):
+    """One way to compute attention."""
+
+    name: str
+
+    def refuses(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> str | None:
+        """Why it cannot serve the call; None if it can."""
+
+    def worthwhile(self, q: Tensor, plan: AttentionPlan) -> bool:
+        """Whether it is a good choice where it is a possible one."""
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
+        """The output (B, H, Q, Fv)."""

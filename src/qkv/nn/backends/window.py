@@ -1,0 +1,114 @@
+"""Windows by chunks of queries: cost and memory linear in T for a pattern with bounded reach.
+
+A chunk of queries [a, b) meets the keys [a - behind, b + ahead), and besides them the few that everybody sees: sinks
+and global tokens. Rows of global queries, which see everything, are computed apart. Exact: each chunk's mask is the
+pattern's predicate on the coordinates of its own queries and keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkv.config import Coordinates
+from qkv.nn.backends.base import Scoring
+from qkv.nn.backends.sdpa import dot_product
+from qkv.nn.context import AttentionPlan, visible
+
+
+class Window:
+    """Query chunks as long as the window, but at least 64."""
+
+    name = "window"
+
+    def refuses(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> str | None:
+        if scoring.special is not None:
+            return scoring.special
+        if scoring.bias is not None:
+            return "it has no bias"
+        reach = plan.pattern.reach()
+        if reach.behind is None or reach.ahead is None:
+            return f"pattern {plan.pattern.kind!r} has no bounded reach"
+        if not plan.contiguous or q.shape[2] != k.shape[2]:
+            return "explicit positions or gaps between valid tokens leave no band of keys"
+        if reach.sinks and plan.query.document is not None:
+            return "each packed document has its own sinks"
+        if reach.sinks and plan.query.position.shape[0] > 1:
+            return "padded rows have their sinks at different places"
+        return None
+
+    def worthwhile(self, q: Tensor, plan: AttentionPlan) -> bool:
+        reach = plan.pattern.reach()
+        return q.shape[2] > 2 * (1 + (reach.behind or 0) + (reach.ahead or 0))
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
+        reach, length = plan.pattern.reach(), q.shape[2]
+        behind, ahead = reach.behind or 0, reach.ahead or 0
+        seen_by_all = _seen_by_all(plan, reach.sinks)
+        far = None if seen_by_all is None else (_pick(k, seen_by_all), _pick(v, seen_by_all))
+        out = []
+        step = max(64, behind + 1)
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            low, high = max(0, start - behind), min(length, stop + ahead)
+            query, near = _slice(plan.query, start, stop), _slice(plan.key, low, high)
+            mask = visible(plan.pattern, query, near)
+            keys, values = k[:, :, low:high], v[:, :, low:high]
+            if far is not None and seen_by_all is not None:
+                outside = (seen_by_all < low) | (seen_by_all >= high)
+                far_mask = visible(plan.pattern, query, _gather(plan.key, seen_by_all)) & outside[:, None]
+                mask = _join(far_mask, mask)
+                keys, values = torch.cat((far[0], keys), 2), torch.cat((far[1], values), 2)
+            out.append(dot_product(q[:, :, start:stop], keys, values, mask[:, None], scoring))
+        return _with_global_queries(torch.cat(out, 2), q, k, v, plan, scoring)
+
+
+def _seen_by_all(plan: AttentionPlan, sinks: int) -> Tensor | None:
+    """(B or 1, n): indices of the keys that queries see beyond their window."""
+    if plan.key.is_global is not None and "is_global" in plan.pattern.fields:
+        n = int(plan.key.is_global.sum(-1).max())
+        return plan.key.is_global.int().argsort(-1, descending=True, stable=True)[:, :n] if n else None
+    length = plan.key.position.shape[-1]
+    return torch.arange(min(sinks, length), device=plan.key.position.device)[None] if sinks else None
+
+
+def _with_global_queries(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring
+) -> Tensor:
+    if plan.query.is_global is None or "is_global" not in plan.pattern.fields:
+        return out
+    n = int(plan.query.is_global.sum(-1).max())
+    if not n:
+        return out
+    rows = plan.query.is_global.int().argsort(-1, descending=True, stable=True)[:, :n]
+    mask = visible(plan.pattern, _gather(plan.query, rows), plan.key)
+    picked = rows[:, None, :, None]
+    full = dot_product(_pick(q, rows), k, v, mask[:, None], scoring)
+    return out.scatter(2, picked.expand_as(full), full)
+
+
+def _pick(x: Tensor, index: Tensor) -> Tensor:
+    """(B, H, n, F): the slots of x (B, H, T, F) at `index` (B or 1, n)."""
+    batch, heads, _, width = x.shape
+    return x.gather(2, index.expand(batch, -1)[:, None, :, None].expand(-1, heads, -1, width))
+
+
+def _slice(at: Coordinates, start: int, stop: int) -> Coordinates:
+    return _each(at, lambda x: x[:, start:stop] if x.shape[-1] > 1 else x)
+
+
+def _gather(at: Coordinates, index: Tensor) -> Coordinates:
+    return _each(at, lambda x: x.expand(max(len(x), len(index)), -1).gather(1, index.expand(max(len(x), len(index)), -1)))
+
+
+def _each(at: Coordinates, f: object) -> Coordinates:
+    values = (at.position, at.document, at.is_global, at.prefix_length, at.length)
+    return Coordinates(*(None if x is None else f(x) for x in values))  # type: ignore[operator]
+
+
+def _join(left: Tensor, right: Tensor) -> Tensor:
+    batch = max(len(left), len(right))
+    return torch.cat((left.expand(batch, -1, -1), right.expand(batch, -1, -1)), -1)
+
+
+WINDOW = Window()

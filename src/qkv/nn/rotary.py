@@ -1,0 +1,113 @@
+"""The frequencies of rotary pairs: theta^(-2i/d) for pair i of d/2, and the rules that stretch them.
+
+`frequencies` answers in float64, with the factor that multiplies cosines and sines. Three rules depend on the length
+of the row, so that their answer has leading axes (B, T); the others' is (d/2,).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import singledispatch
+
+import torch
+from torch import Tensor
+
+from qkv import config as c
+from qkv.errors import ConfigError
+
+Answer = tuple[Tensor, Tensor | float]
+
+
+def frequencies(rotary: c.Rotary, width: int, length: Tensor, device: torch.device) -> Answer:
+    """The angle per position of each of `width`/2 pairs, for rows of `length` (B, T)."""
+    pair = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
+    return scale(rotary.scaling, rotary.theta, pair, length)
+
+
+@singledispatch
+def scale(rule: c.RotaryScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    """The rule's frequencies and factor; `pair` is 2i/d. A new rule registers its function here."""
+    raise ConfigError(f"{type(rule).__name__} has no torch function: register one with qkv.nn.rotary.scale.register")
+
+
+@scale.register
+def _(rule: c.NoScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    return theta**-pair, 1.0
+
+
+@scale.register
+def _(rule: c.LinearScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    return theta**-pair / rule.factor, 1.0
+
+
+@scale.register
+def _(rule: c.NtkScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    return (theta * _ntk(pair, rule.factor)) ** -pair, 1.0
+
+
+@scale.register
+def _(rule: c.DynamicNtkScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    ratio = length.double() / rule.original_max_seq_len
+    growth = (rule.factor * ratio - (rule.factor - 1)).clamp(min=1)
+    return (theta * _ntk(pair, growth))[..., None] ** -pair, 1.0
+
+
+@scale.register
+def _(rule: c.QwenDynamicScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    doublings = (length.double() / rule.original_max_seq_len).log2() + 1
+    growth = (2 ** doublings.ceil() - 1).clamp(min=1)
+    return (theta * _ntk(pair, growth))[..., None] ** -pair, 1.0
+
+
+@scale.register
+def _(rule: c.YarnScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    plain = theta**-pair
+    width = 2 * len(pair)
+
+    def turning(turns: float) -> float:
+        """The (fractional) pair that makes this many turns inside the trained length."""
+        return width * math.log(rule.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = turning(rule.beta_fast), turning(rule.beta_slow)
+    if rule.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    span = high - low if high != low else 0.001
+    ramp = ((torch.arange(len(pair), dtype=torch.float64, device=pair.device) - low) / span).clamp(0, 1)
+    return plain * (1 - ramp) + plain / rule.factor * ramp, yarn_attention_factor(rule)
+
+
+@scale.register
+def _(rule: c.Llama3Scaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    plain = theta**-pair
+    wavelengths = rule.original_max_seq_len * plain / (2 * math.pi)  # how many fit the trained length
+    share = (wavelengths - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
+    kept = share.clamp(0, 1)
+    return plain * kept + plain / rule.factor * (1 - kept), 1.0
+
+
+@scale.register
+def _(rule: c.LongRopeScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    short, long = (torch.tensor(f, dtype=torch.float64, device=pair.device) for f in (rule.short_factor, rule.long_factor))
+    is_long = length[..., None] > rule.original_max_seq_len
+    factor = rule.attention_factor
+    if factor is None:
+        factor = math.sqrt(1 + math.log(rule.factor) / math.log(rule.original_max_seq_len)) if rule.factor > 1 else 1.0
+    return theta**-pair / torch.where(is_long, long, short), factor
+
+
+def _ntk(pair: Tensor, growth: Tensor | float) -> Tensor:
+    """growth^(d/(d-2)): what multiplies theta so that the slowest pair slows by `growth`."""
+    width = 2 * len(pair)
+    return torch.as_tensor(growth, dtype=torch.float64, device=pair.device) ** (width / (width - 2))
+
+
+def yarn_attention_factor(rule: c.YarnScaling) -> float:
+    """What multiplies cosines and sines: 0.1 mscale ln(factor) + 1, over the same with `mscale_all_dim`."""
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(rule.factor) + 1 if rule.factor > 1 else 1.0
+
+    if rule.attention_factor is not None:
+        return rule.attention_factor
+    return temperature(rule.mscale) / temperature(rule.mscale_all_dim)
