@@ -1,6 +1,7 @@
 """The model in torch: one file per union of the config tree, one class per member.
 
-Read in this order: `model`, `block`, `attention`, `position`, `ffn`, `norm`, `embedding`, `head`, `context`, `backends`.
+Read in this order: `model`, `block`, `attention`, `position`, `ffn`, `norm`, `embedding`, `head`, `context`, and then
+`backends`.
 """
 
 from qkv.nn import attention, block, embedding, ffn, head, norm, position, rotary

@@ -72,7 +72,7 @@ class MultiHead(AttentionModule):
         super().__init__(config, c.Sizes(sizes.d_model, sizes.max_seq_len, heads, head_dim))
         self.n_heads, self.kv_heads = heads, kv_heads
         self.softcap, self.log_n = config.softcap, config.log_n
-        names = ("q_proj", "k_proj", "v_proj")
+        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
         if config.global_projections:
             names += ("q_global_proj", "k_global_proj", "v_global_proj")
         for name in names:
@@ -87,17 +87,17 @@ class MultiHead(AttentionModule):
         self, x: Float[Tensor, "B T D"], source: Float[Tensor, "B S D"], ctx: Context
     ) -> Float[Tensor, "B T D"]:
         scoring = Scoring(self.scale, softcap=self.softcap, sinks=self.sinks)
-        q, k, v = self.project(x, source, ctx, (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.project(x, source, ctx, ("q_proj", "k_proj", "v_proj"))
         out = self.mix(q, k, v, ctx, scoring)
         if self.global_projections and ctx.global_rows is not None:
             out = self._global(x, source, out, ctx, scoring)
         return self.o_proj(ctx.tap(self, "context", join(out)))
 
     def project(
-        self, x: Tensor, source: Tensor, ctx: Context, projections: tuple[nn.Module, nn.Module, nn.Module]
+        self, x: Tensor, source: Tensor, ctx: Context, projections: tuple[str, str, str]
     ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B G S F"], Float[Tensor, "B G S F"]]:
         """Queries, keys and values in heads, with positions."""
-        q_proj, k_proj, v_proj = projections
+        q_proj, k_proj, v_proj = (self.get_submodule(name) for name in projections)
         q = self.q_norm(split(q_proj(x), self.n_heads))
         k = self.k_norm(split(k_proj(source), self.kv_heads))
         if self.log_n is not None:
@@ -109,8 +109,9 @@ class MultiHead(AttentionModule):
 
     def _global(self, x: Tensor, source: Tensor, out: Tensor, ctx: Context, scoring: Scoring) -> Tensor:
         """Rows of global tokens replaced by attention to every key through projections of their own (Beltagy 2020)."""
-        q, k, v = self.project(x, source, ctx, (self.q_global_proj, self.k_global_proj, self.v_global_proj))
+        q, k, v = self.project(x, source, ctx, ("q_global_proj", "k_global_proj", "v_global_proj"))
         rows = ctx.global_rows  # (B, n) indices of the global tokens, padded with other rows
+        assert rows is not None
         picked = rows[:, None, :, None].expand(-1, self.n_heads, -1, q.shape[-1])
         plan = ctx.global_plan(rows)
         everywhere = attend(q.gather(2, picked), k, v, plan, scoring)

@@ -1,9 +1,9 @@
 """Blocks, one class per norm placement, and stacks of them.
 
-    pre       x + f(norm(x))                       GPT-2, Llama
-    post      norm(x + f(x))                       2017, BERT
-    sandwich  x + post_norm(f(norm(x)))            Gemma 3
-    parallel  x + attention(n) + ffn(n), n = norm(x)    GPT-J, PaLM
+pre       x + f(norm(x))                       GPT-2, Llama
+post      norm(x + f(x))                       2017, BERT
+sandwich  x + post_norm(f(norm(x)))            Gemma 3
+parallel  x + attention(n) + ffn(n), n = norm(x)    GPT-J, PaLM
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkv import config as c
+from qkv.nn.attention import AttentionModule
 from qkv.nn.context import Context
 from qkv.nn.registry import implements, make
 
@@ -42,7 +43,7 @@ class BlockModule(nn.Module):
             out = self.ffn(x, ctx)
         return F.dropout(out, self.dropout, self.training)
 
-    def norm(self, name: str, x: Hidden) -> Hidden:
+    def normed(self, name: str, x: Hidden) -> Hidden:
         """The block's norm of that name."""
         return self.get_submodule(name)(x)
 
@@ -53,7 +54,7 @@ class PreNorm(BlockModule):
 
     def forward(self, x: Hidden, ctx: Context) -> Hidden:
         for name in self.sublayers:
-            x = x + ctx.tap(self, name, self.run(name, self.norm(f"{name}_norm", x), ctx))
+            x = x + ctx.tap(self, name, self.run(name, self.normed(f"{name}_norm", x), ctx))
         return x
 
 
@@ -63,7 +64,7 @@ class PostNorm(BlockModule):
 
     def forward(self, x: Hidden, ctx: Context) -> Hidden:
         for name in self.sublayers:
-            x = self.norm(f"{name}_norm", x + ctx.tap(self, name, self.run(name, x, ctx)))
+            x = self.normed(f"{name}_norm", x + ctx.tap(self, name, self.run(name, x, ctx)))
         return x
 
 
@@ -73,7 +74,7 @@ class SandwichNorm(BlockModule):
 
     def forward(self, x: Hidden, ctx: Context) -> Hidden:
         for name in self.sublayers:
-            out = self.norm(f"{name}_post_norm", self.run(name, self.norm(f"{name}_norm", x), ctx))
+            out = self.normed(f"{name}_post_norm", self.run(name, self.normed(f"{name}_norm", x), ctx))
             x = x + ctx.tap(self, name, out)
         return x
 
@@ -88,9 +89,9 @@ class Parallel(BlockModule):
 
     def forward(self, x: Hidden, ctx: Context) -> Hidden:
         if self.shared_norm:
-            for_attention = for_ffn = self.norm("norm", x)
+            for_attention = for_ffn = self.normed("norm", x)
         else:
-            for_attention, for_ffn = self.norm("attention_norm", x), self.norm("ffn_norm", x)
+            for_attention, for_ffn = self.normed("attention_norm", x), self.normed("ffn_norm", x)
         attention = ctx.tap(self, "attention", self.run("attention", for_attention, ctx))
         return x + attention + ctx.tap(self, "ffn", self.run("ffn", for_ffn, ctx))
 
@@ -114,9 +115,11 @@ class Stack(nn.Module):
         schemes: dict[tuple[c.Positions, int, int], int] = {}
         for block, layer in zip(config.blocks, self.layers, strict=True):
             attention = block.attention
-            layer.attention.pattern_key = patterns.setdefault(attention.pattern, len(patterns))
+            module = layer.get_submodule("attention")
+            assert isinstance(module, AttentionModule)
+            module.pattern_key = patterns.setdefault(attention.pattern, len(patterns))
             scheme = (attention.positions, attention.n_heads, attention.query_dim)
-            layer.attention.positions_key = schemes.setdefault(scheme, len(schemes))
+            module.positions_key = schemes.setdefault(scheme, len(schemes))
         owners = zip(config.shared_positions, self.positions, strict=True)
         self.shared = {
             schemes[positions, attention.n_heads, attention.query_dim]: module

@@ -6,7 +6,8 @@
 
 Names are module paths and a point inside the module; `*` matches any run of characters. Points: attention `q k v`
 (after positions), `weights`, `context` (before the output projection); feed-forward `hidden`, `routing`; blocks
-`input`, `attention`, `cross_attention`, `ffn` (what each sublayer adds), `output`; `embed.output`; `encoder.output`, `decoder.output`; `head.logits`.
+`input`, `attention`, `cross_attention`, `ffn` (what each sublayer adds), `output`; `embed.output`; `encoder.output`,
+`decoder.output`; `head.logits`.
 
 Asking for weights never changes the output: they are computed anew from the same queries and keys.
 """
@@ -51,7 +52,9 @@ class Trace(Mapping[str, Tensor]):
         for pattern in self._patterns:
             if self._seen and not any(fnmatchcase(name, pattern) for name in self._seen):
                 example = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in self._seen}))
-                raise ConfigError(f"capture: nothing is called {pattern!r}; names are MODULE.POINT with points {example}")
+                raise ConfigError(
+                    f"capture: nothing is called {pattern!r}; names are MODULE.POINT with points {example}"
+                )
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]

@@ -83,6 +83,8 @@ class Context:
     """Whether all tokens exist and stand at positions 0, 1, 2 ... of one document."""
     contiguous: bool
     """Whether distances of indices are distances of positions, inside a row and document."""
+    dtype: torch.dtype = torch.float32
+    """That of the weights; tables are rounded to it once."""
     backend: str = "auto"
     trace: Trace | None = None
     source: Tensor | None = None
@@ -102,11 +104,11 @@ class Context:
 
     @cached_property
     def global_rows(self) -> Tensor | None:
-        """(B, n): the indices of each row's global tokens, filled up with others to the largest number; None if none."""
+        """(B, n): indices of each row's global tokens, filled up with others to the largest number; None if none."""
         if self.query.is_global is None:
             return None
         n = int(self.query.is_global.sum(-1).max())
-        order = self.query.is_global.int().argsort(-1, descending=True, stable=True)
+        order = self.query.is_global.int().argsort(dim=-1, descending=True, stable=True)
         return order[:, :n] if n else None
 
     def global_plan(self, rows: Tensor) -> AttentionPlan:
@@ -116,7 +118,9 @@ class Context:
             return None if x is None else x.expand(len(rows), -1).gather(1, rows)
 
         query = Coordinates(pick(self.query.position), pick(self.query.document))
-        return AttentionPlan(Bidirectional(), query, self.key, "partial", False, self.backend)
+        # These few rows see everything: a forced backend that is made for something else is no choice for them.
+        backend = "sdpa" if self.backend in ("flash", "window") else self.backend
+        return AttentionPlan(Bidirectional(), query, self.key, "partial", False, backend)
 
     def table(self, key: int, scheme: Any) -> Any:
         """What the stack's position scheme number `key` computes once per forward."""

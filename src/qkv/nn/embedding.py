@@ -1,4 +1,4 @@
-"""Embeddings: norm(table[token] * factor + position + segment), with dropout in training (Vaswani 2017, section 3.4)."""
+"""Embeddings: norm(table[token] * factor + position + segment), dropout in training (Vaswani 2017, section 3.4)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from qkv import config as c
 from qkv.errors import DataError
 from qkv.nn.context import Context
+from qkv.nn.position import Scheme
 from qkv.nn.registry import implements, make
 
 
@@ -37,15 +38,21 @@ class AdaptiveTable(nn.Module):
 
     def forward(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
         flat = tokens.flatten()
-        out = self.projections[0].weight.new_zeros(len(flat), self.d_model)
+        places, vectors = [], []
         for (start, stop, _), table, project in zip(self.bounds, self.clusters, self.projections, strict=True):
             at = ((flat >= start) & (flat < stop)).nonzero().squeeze(-1)
-            out = out.index_copy(0, at, project(table(flat[at] - start)))
-        return out.view(*tokens.shape, self.d_model)
+            places.append(at)
+            vectors.append(project(table(flat[at] - start)))
+        order = torch.cat(places).argsort()
+        return torch.cat(vectors)[order].view(*tokens.shape, self.d_model)
 
 
 class Embedding(nn.Module):
     """Tokens, positions and segments joined. `tokens` is None where the table belongs to another embedding."""
+
+    tokens: nn.Module | None
+    positions: Scheme
+    segments: nn.Embedding | None
 
     def __init__(self, config: c.Embedding, model: c.ModelConfig, *, with_tokens: bool = True) -> None:
         super().__init__()

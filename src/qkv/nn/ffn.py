@@ -61,7 +61,7 @@ class Gated(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores of tokens for experts, and the choice of `top_k` (Shazeer 2017; DeepSeek-V2 section 2.2, V3 section 2.1.2)."""
+    """Scores of tokens for experts, and the choice of `top_k` (Shazeer 2017; DeepSeek-V2 2.2, V3 2.1.2)."""
 
     def __init__(self, config: c.MixtureOfExperts, d_model: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Router(nn.Module):
         if groups > 1:
             grouped = scores.detach().unflatten(-1, (groups, -1))
             best = 1 if self.config.group_score == "max" else 2
-            group_scores = grouped.sort(-1, descending=True).values[..., :best].sum(-1)
+            group_scores = grouped.sort(dim=-1, descending=True).values[..., :best].sum(-1)
             kept = _best(group_scores, self.config.top_groups)
             allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, kept, True)
             scores = grouped.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
@@ -138,4 +138,4 @@ class MixtureOfExperts(nn.Module):
 
 def _best(scores: Tensor, n: int) -> Tensor:
     # Not topk: it leaves the order of ties open.
-    return scores.sort(-1, descending=True, stable=True).indices[..., :n]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :n]

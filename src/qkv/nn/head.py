@@ -1,7 +1,7 @@
 """Heads: from hidden states (B, T, D) to logits.
 
-`forward(hidden, table, valid)` answers (logits or None, pooled or None). `table` is the module of the token table, which
-a tied head borrows; `valid` (B or 1, T) marks the real tokens, for heads that make one vector of a row.
+`forward(hidden, table, valid)` answers (logits or None, pooled or None). `table` is the module of the token table,
+which a tied head borrows; `valid` (B or 1, T) marks the real tokens, for heads that make one vector of a row.
 """
 
 from __future__ import annotations
@@ -12,13 +12,33 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkv import config as c
-from qkv.nn.embedding import AdaptiveTable
+from qkv.nn.embedding import AdaptiveTable, FullTable
 from qkv.nn.ffn import ACTIVATIONS
 from qkv.nn.registry import implements, make
 
 Answer = tuple[Tensor | None, Tensor | None]
 Hidden = Float[Tensor, "B T D"]
 Valid = Bool[Tensor, "_ T"]
+
+
+def first_real(hidden: Hidden, valid: Valid) -> Float[Tensor, "B D"]:
+    """The hidden state of each row's first real token."""
+    place = torch.arange(hidden.shape[1], device=hidden.device)
+    return _rows(hidden, torch.where(valid, place, hidden.shape[1] - 1).min(1).values)
+
+
+def _rows(hidden: Hidden, index: Tensor) -> Float[Tensor, "B D"]:
+    return hidden[torch.arange(len(hidden), device=hidden.device), index.expand(len(hidden))]
+
+
+def _weight(module: nn.Module) -> Tensor:
+    assert isinstance(module, nn.Embedding | nn.Linear)
+    return module.weight
+
+
+def _tied(table: nn.Module) -> Tensor:
+    assert isinstance(table, FullTable)
+    return table.weight
 
 
 @implements(c.NoHead)
@@ -44,7 +64,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, hidden: Hidden, table: nn.Module, valid: Valid) -> Answer:
         scaled = hidden if self.factor == 1.0 else hidden * self.factor
-        logits = F.linear(scaled, table.weight if self.weight is None else self.weight, self.bias)
+        logits = F.linear(scaled, _tied(table) if self.weight is None else self.weight, self.bias)
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits, None
@@ -64,7 +84,7 @@ class MaskedLanguageModel(nn.Module):
 
     def forward(self, hidden: Hidden, table: nn.Module, valid: Valid) -> Answer:
         ready = self.norm(self.activation(self.transform(hidden)))
-        return F.linear(ready, table.weight if self.weight is None else self.weight, self.bias), None
+        return F.linear(ready, _tied(table) if self.weight is None else self.weight, self.bias), None
 
 
 @implements(c.Pooler)
@@ -76,7 +96,7 @@ class Pooler(nn.Module):
         self.pooler = nn.Linear(d_model, d_model)
 
     def forward(self, hidden: Hidden, table: nn.Module, valid: Valid) -> Answer:
-        return None, torch.tanh(self.pooler(hidden[:, 0]))
+        return None, torch.tanh(self.pooler(first_real(hidden, valid)))
 
 
 @implements(c.NextSentence)
@@ -89,7 +109,7 @@ class NextSentence(nn.Module):
         self.classifier = nn.Linear(d_model, 2)
 
     def forward(self, hidden: Hidden, table: nn.Module, valid: Valid) -> Answer:
-        pooled = torch.tanh(self.pooler(hidden[:, 0]))
+        pooled = torch.tanh(self.pooler(first_real(hidden, valid)))
         return self.classifier(pooled), pooled
 
 
@@ -104,23 +124,21 @@ class Classifier(nn.Module):
         self.classifier = nn.Linear(d_model, config.n_classes, bias=config.bias)
 
     def forward(self, hidden: Hidden, table: nn.Module, valid: Valid) -> Answer:
-        pooled = self.pool(hidden, valid.expand(hidden.shape[:2]))
+        pooled = self.pool(hidden, valid)
         if self.pooler is not None:
             pooled = F.dropout(pooled, self.config.dropout, self.training)
             pooled = ACTIVATIONS["tanh" if self.config.hidden == "tanh" else "relu"](self.pooler(pooled))
         return self.classifier(F.dropout(pooled, self.config.dropout, self.training)), pooled
 
-    def pool(self, hidden: Hidden, valid: Bool[Tensor, "B T"]) -> Float[Tensor, "B D"]:
+    def pool(self, hidden: Hidden, valid: Valid) -> Float[Tensor, "B D"]:
         """One vector per row; padding has no say."""
         if self.config.pooling == "mean":
             weight = valid[..., None].to(hidden.dtype)
             return (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
-        place = torch.arange(hidden.shape[1], device=hidden.device).expand(valid.shape)
         if self.config.pooling == "first":
-            index = torch.where(valid, place, hidden.shape[1] - 1).min(1).values
-        else:
-            index = torch.where(valid, place, 0).max(1).values
-        return hidden[torch.arange(len(hidden), device=hidden.device), index]
+            return first_real(hidden, valid)
+        place = torch.arange(hidden.shape[1], device=hidden.device)
+        return _rows(hidden, torch.where(valid, place, 0).max(1).values)
 
 
 @implements(c.TokenClassifier)
@@ -182,13 +200,13 @@ class AdaptiveSoftmax(nn.Module):
     def matrix(self, index: int, table: nn.Module) -> Tensor:
         """The cluster's rows: the head's own, or the token table's."""
         if not self.config.tied:
-            return self.clusters[str(index)].weight
+            return _weight(self.clusters[str(index)])
         assert isinstance(table, AdaptiveTable)
-        return table.clusters[index].weight
+        return _weight(table.clusters[index])
 
     def project(self, hidden: Hidden, index: int, table: nn.Module) -> Tensor:
         """Hidden states in the cluster's width."""
         if not self.config.ties_projection(index):
-            return hidden @ self.projections[str(index)].weight
+            return hidden @ _weight(self.projections[str(index)])
         assert isinstance(table, AdaptiveTable)
-        return hidden @ table.projections[index].weight
+        return hidden @ _weight(table.projections[index])

@@ -86,18 +86,22 @@ class Transformer(nn.Module):
         self._check(inputs, source, source_valid)
         if self.decoder is None:
             hidden, ctx = self._encode(inputs, backend)
-            return self._answer(hidden, ctx, self.embed.tokens, [])
+            return self._answer(hidden, ctx, self.table_of(self.embed), [])
         encoded, source_ctx = None, None
         if self.encoder is not None:
             assert source is not None
             encoded, source_ctx = self._encode(Inputs(source, source_valid), backend)
         hidden, ctx = self._decode(inputs, encoded, source_ctx, backend)
         before = [] if source_ctx is None else source_ctx.routing
-        return self._answer(hidden, ctx, self._target_table(), before)
+        return self._answer(hidden, ctx, self.table_of(self.target_embed), before)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
 
     def _encode(self, inputs: Inputs, backend: str) -> tuple[Tensor, Context]:
         ctx = self._context(inputs, backend)
-        hidden = self.embed(inputs.tokens, inputs.segments, self.embed.tokens, ctx)
+        hidden = self.embed(inputs.tokens, inputs.segments, self.table_of(self.embed), ctx)
         assert self.encoder is not None
         return self.encoder(hidden, ctx), ctx
 
@@ -108,9 +112,9 @@ class Transformer(nn.Module):
         if encoded is not None and source is not None:
             regular = ctx.regular and source.regular
             ctx.source = encoded
-            ctx.cross = Context(ctx.query, source.key, regular, False, backend, ctx.trace)
+            ctx.cross = Context(ctx.query, source.key, regular, False, ctx.dtype, backend, ctx.trace)
         embed = self.embed if self.target_embed is None else self.target_embed
-        hidden = embed(inputs.tokens, inputs.segments, self._target_table(), ctx)
+        hidden = embed(inputs.tokens, inputs.segments, self.table_of(embed), ctx)
         assert self.decoder is not None
         return self.decoder(hidden, ctx), ctx
 
@@ -120,9 +124,11 @@ class Transformer(nn.Module):
             ctx.tap(self.head, "logits", logits)
         return Output(logits, hidden, pooled, before + ctx.routing)
 
-    def _target_table(self) -> nn.Module:
-        own = self.target_embed is not None and self.target_embed.tokens is not None
-        return self.target_embed.tokens if own else self.embed.tokens
+    def table_of(self, embed: Embedding | None) -> nn.Module:
+        """The token table that this embedding reads: its own, or the shared one."""
+        own = self.embed.tokens if embed is None or embed.tokens is None else embed.tokens
+        assert own is not None
+        return own
 
     def _context(self, inputs: Inputs, backend: str) -> Context:
         """Where the tokens stand, and whether that is as plain as can be."""
@@ -131,9 +137,10 @@ class Transformer(nn.Module):
         if valid is not None and valid.device.type == "cpu" and not compiling and bool(valid.all()):
             valid = None  # nothing is padding: no mask is needed for it
         given = inputs.positions is not None
-        position = inputs.positions if given else default_positions(valid, documents, inputs.tokens)
-        if given and valid is not None:
-            position = torch.where(valid, position, -1)
+        if inputs.positions is None:
+            position = default_positions(valid, documents, inputs.tokens)
+        else:
+            position = inputs.positions if valid is None else torch.where(valid, inputs.positions, -1)
         regular = valid is None and documents is None and not given and inputs.prefix_length is None
         contiguous = not given and (valid is None or (not compiling and _no_gaps(valid)))
         prefix = None if inputs.prefix_length is None else inputs.prefix_length[:, None]
@@ -143,7 +150,8 @@ class Transformer(nn.Module):
         elif is_global is not None:
             regular = regular and not self._reads_global
         at = Coordinates(position, documents, is_global, prefix, lengths(position, documents))
-        return Context(at, at, regular, contiguous, backend, None if compiling else active_trace(self))
+        trace = None if compiling else active_trace(self)
+        return Context(at, at, regular, contiguous, self._dtype, backend, trace)
 
     def _check(self, inputs: Inputs, source: Tensor | None, source_valid: Tensor | None) -> None:
         """One clear line for inputs that this model cannot take."""

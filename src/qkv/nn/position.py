@@ -23,7 +23,7 @@ from qkv import config as c
 from qkv.errors import DataError
 from qkv.nn.context import Context
 from qkv.nn.registry import implements
-from qkv.nn.rotary import frequencies
+from qkv.nn.rotary import scaling_rule
 
 
 class Scheme(nn.Module):
@@ -64,6 +64,8 @@ class NoPositions(Scheme):
 class Sinusoidal(Scheme):
     """Sines and cosines of position / theta^(2i/d) (Vaswani 2017, section 3.5)."""
 
+    config: c.Sinusoidal
+
     def embed(self, position: Int[Tensor, "B T"], dtype: torch.dtype) -> Float[Tensor, "B T D"]:
         wave = sinusoid(position, self.sizes.d_model, self.config.theta, self.config.layout == "pairs")
         return wave.to(dtype)
@@ -73,6 +75,8 @@ class Sinusoidal(Scheme):
 class Learned(Scheme):
     """One row per position."""
 
+    config: c.Learned
+
     def __init__(self, config: c.Learned, sizes: c.Sizes) -> None:
         super().__init__(config, sizes)
         self.weight = nn.Parameter(torch.empty(sizes.max_seq_len + config.offset, sizes.d_model))
@@ -80,7 +84,7 @@ class Learned(Scheme):
     def check(self, length: int) -> None:
         if length > self.sizes.max_seq_len:
             raise DataError(
-                f"positions: {length} tokens, but the model has learned {self.sizes.max_seq_len} positions; shorten the input"
+                f"positions: {length} tokens, but the model has learned {self.sizes.max_seq_len}; shorten the input"
             )
 
     def embed(self, position: Int[Tensor, "B T"], dtype: torch.dtype) -> Float[Tensor, "B T D"]:
@@ -91,17 +95,21 @@ class Learned(Scheme):
 class Rotary(Scheme):
     """Pairs of elements turned by position * frequency (Su 2021, equation 15)."""
 
+    config: c.Rotary
+
     def __init__(self, config: c.Rotary, sizes: c.Sizes) -> None:
         super().__init__(config, sizes)
         self.width = config.width(sizes.head_dim)
+        self.rule = scaling_rule(config.scaling)
 
     def table(self, ctx: Context) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B or 1, 1, T, width): both elements of a pair have the same."""
         position = ctx.query.position
-        frequency, factor = frequencies(self.config, self.width, ctx.query.length, position.device)
+        pair = torch.arange(0, self.width, 2, dtype=torch.float64, device=position.device) / self.width
+        frequency, factor = self.rule(self.config.scaling, self.config.theta, pair, ctx.query.length)
         angle = position[..., None].double() * frequency
-        pair = (angle.cos() * factor)[:, None], (angle.sin() * factor)[:, None]
-        cos, sin = (self._both(x).float() for x in pair)
+        waves = (angle.cos() * factor)[:, None], (angle.sin() * factor)[:, None]
+        cos, sin = (self._both(x).to(ctx.dtype) for x in waves)
         return cos, sin
 
     def _both(self, x: Tensor) -> Tensor:
@@ -129,9 +137,11 @@ class Rotary(Scheme):
 class Alibi(Scheme):
     """-slope * distance (Press 2021)."""
 
+    config: c.Alibi
+
     def table(self, ctx: Context) -> Float[Tensor, "B H Q K"]:
         slopes = alibi_slopes(self.sizes.n_heads, self.config.max_bias).to(ctx.query.position.device)
-        return -slopes[:, None, None] * _distance(ctx).abs()[:, None].float()
+        return (-slopes[:, None, None] * _distance(ctx).abs()[:, None]).to(ctx.dtype)
 
     def bias(self, q: Tensor, k: Tensor, table: Tensor, scale: float) -> Tensor:
         return table.to(q.dtype)
@@ -140,6 +150,8 @@ class Alibi(Scheme):
 @implements(c.T5Buckets)
 class T5Buckets(Scheme):
     """A learned bias per head and bucket of the distance (Raffel 2020)."""
+
+    config: c.T5Buckets
 
     def __init__(self, config: c.T5Buckets, sizes: c.Sizes) -> None:
         super().__init__(config, sizes)
@@ -155,6 +167,8 @@ class T5Buckets(Scheme):
 @implements(c.Shaw)
 class Shaw(Scheme):
     """Learned vectors for clipped distances, on keys and values (Shaw 2018)."""
+
+    config: c.Shaw
 
     def __init__(self, config: c.Shaw, sizes: c.Sizes) -> None:
         super().__init__(config, sizes)
@@ -181,6 +195,8 @@ class Shaw(Scheme):
 @implements(c.TransformerXL)
 class TransformerXL(Scheme):
     """Content and distance scored apart, each with a bias of its own (Dai 2019, section 3.3)."""
+
+    config: c.TransformerXL
 
     def __init__(self, config: c.TransformerXL, sizes: c.Sizes) -> None:
         super().__init__(config, sizes)
@@ -224,7 +240,7 @@ def alibi_slopes(n_heads: int, max_bias: float) -> Float[Tensor, " H"]:
     power = 2 ** int(math.log2(n_heads))
     slopes = [2 ** (-max_bias * (h + 1) / power) for h in range(power)]
     slopes += [2 ** (-max_bias * (2 * h + 1) / (2 * power)) for h in range(n_heads - power)]
-    return torch.tensor(slopes)
+    return torch.tensor(slopes, dtype=torch.float64)
 
 
 def t5_bucket(distance: Int[Tensor, "*shape"], config: c.T5Buckets) -> Int[Tensor, "*shape"]:

@@ -1,12 +1,14 @@
 """The frequencies of rotary pairs: theta^(-2i/d) for pair i of d/2, and the rules that stretch them.
 
-`frequencies` answers in float64, with the factor that multiplies cosines and sines. Three rules depend on the length
-of the row, so that their answer has leading axes (B, T); the others' is (d/2,).
+A rule gets 2i/d of every pair in float64 and the `length` (B, T) of each token's row, and answers with the angle per
+position and the factor that multiplies cosines and sines. Three rules depend on the length, so that their answer has
+leading axes (B, T); the others' is (d/2,).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import singledispatch
 
 import torch
@@ -18,16 +20,15 @@ from qkv.errors import ConfigError
 Answer = tuple[Tensor, Tensor | float]
 
 
-def frequencies(rotary: c.Rotary, width: int, length: Tensor, device: torch.device) -> Answer:
-    """The angle per position of each of `width`/2 pairs, for rows of `length` (B, T)."""
-    pair = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
-    return scale(rotary.scaling, rotary.theta, pair, length)
-
-
 @singledispatch
 def scale(rule: c.RotaryScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
     """The rule's frequencies and factor; `pair` is 2i/d. A new rule registers its function here."""
     raise ConfigError(f"{type(rule).__name__} has no torch function: register one with qkv.nn.rotary.scale.register")
+
+
+def scaling_rule(scaling: c.RotaryScaling) -> Callable[[c.RotaryScaling, float, Tensor, Tensor], Answer]:
+    """The function of this scaling, looked up once: a compiled forward cannot dispatch."""
+    return scale.dispatch(type(scaling))
 
 
 @scale.register
@@ -88,7 +89,9 @@ def _(rule: c.Llama3Scaling, theta: float, pair: Tensor, length: Tensor) -> Answ
 
 @scale.register
 def _(rule: c.LongRopeScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
-    short, long = (torch.tensor(f, dtype=torch.float64, device=pair.device) for f in (rule.short_factor, rule.long_factor))
+    short, long = (
+        torch.tensor(f, dtype=torch.float64, device=pair.device) for f in (rule.short_factor, rule.long_factor)
+    )
     is_long = length[..., None] > rule.original_max_seq_len
     factor = rule.attention_factor
     if factor is None:

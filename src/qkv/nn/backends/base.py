@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -35,16 +36,19 @@ class Scoring:
         return "it does not show the attention weights" if self.values is not None else None
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """One way to compute attention."""
 
-    name: str
+    name: ClassVar[str]
 
+    @abstractmethod
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> str | None:
         """Why it cannot serve the call; None if it can."""
 
     def worthwhile(self, q: Tensor, plan: AttentionPlan) -> bool:
         """Whether it is a good choice where it is a possible one."""
+        return True
 
+    @abstractmethod
     def run(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         """The output (B, H, Q, Fv)."""

@@ -10,20 +10,17 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv.nn.backends.base import Scoring
+from qkv.nn.backends.base import Backend, Scoring
 from qkv.nn.context import AttentionPlan
 
 
-class Eager:
+class Eager(Backend):
     """Serves every call."""
 
     name = "eager"
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> str | None:
         return None
-
-    def worthwhile(self, q: Tensor, plan: AttentionPlan) -> bool:
-        return True
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         weights = attention_weights(q, k, plan, scoring)

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from qkv.config import Coordinates
-from qkv.nn.backends.base import Scoring
+from qkv.nn.backends.base import Backend, Scoring
 from qkv.nn.context import AttentionPlan
 
 
-class Flex:
+class Flex(Backend):
     """Masks and biases inside the kernel."""
 
     name = "flex"
@@ -30,9 +30,6 @@ class Flex:
         if q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return "it has no backward on a CPU"
         return None
-
-    def worthwhile(self, q: Tensor, plan: AttentionPlan) -> bool:
-        return True
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         query, key, pattern = plan.query, plan.key, plan.pattern
@@ -56,7 +53,7 @@ class Flex:
         modify = score_mod if scoring.bias is not None or scoring.softcap is not None else None
         grouped = heads != k.shape[1]
         kernel = torch.compile(flex_attention, dynamic=False)
-        return kernel(q, k, v, modify, mask, scoring.scale, enable_gqa=grouped)  # type: ignore[no-any-return]
+        return kernel(q, k, v, modify, mask, scoring.scale, enable_gqa=grouped)
 
 
 def _at(where: Coordinates, b: Any, i: Any) -> Coordinates:

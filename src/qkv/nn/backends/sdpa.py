@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkv.nn.backends.base import Scoring
+from qkv.nn.backends.base import Backend, Scoring
 from qkv.nn.context import AttentionPlan
 
 
-class Flash:
+class Flash(Backend):
     """No mask: O(T) memory, and half the work for a causal pattern."""
 
     name = "flash"
@@ -30,23 +30,17 @@ class Flash:
             return "it has no dropout on a CPU"
         return None
 
-    def worthwhile(self, q: Tensor, plan: AttentionPlan) -> bool:
-        return True
-
     def run(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         return dot_product(q, k, v, None, scoring, causal=plan.cover == "causal")
 
 
-class Sdpa:
+class Sdpa(Backend):
     """A mask and a bias, joined into one tensor."""
 
     name = "sdpa"
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> str | None:
         return scoring.special
-
-    def worthwhile(self, q: Tensor, plan: AttentionPlan) -> bool:
-        return True
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         mask = None if plan.cover == "all" else plan.mask[:, None]
@@ -56,9 +50,7 @@ class Sdpa:
         return dot_product(q, k, v, mask, scoring)
 
 
-def dot_product(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring, causal: bool = False
-) -> Tensor:
+def dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring, causal: bool = False) -> Tensor:
     """torch's kernel on heads of unequal width; grouped heads are its own business."""
     width = v.shape[-1]
     if width < q.shape[-1]:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from qkv.config import Coordinates
-from qkv.nn.backends.base import Scoring
+from qkv.nn.backends.base import Backend, Scoring
 from qkv.nn.backends.sdpa import dot_product
 from qkv.nn.context import AttentionPlan, visible
 
 
-class Window:
+class Window(Backend):
     """Query chunks as long as the window, but at least 64."""
 
     name = "window"
@@ -31,10 +31,8 @@ class Window:
             return f"pattern {plan.pattern.kind!r} has no bounded reach"
         if not plan.contiguous or q.shape[2] != k.shape[2]:
             return "explicit positions or gaps between valid tokens leave no band of keys"
-        if reach.sinks and plan.query.document is not None:
-            return "each packed document has its own sinks"
-        if reach.sinks and plan.query.position.shape[0] > 1:
-            return "padded rows have their sinks at different places"
+        if reach.sinks and (plan.query.document is not None or plan.query.position.shape[0] > 1):
+            return "packed or padded rows have their sinks at different places"
         return None
 
     def worthwhile(self, q: Tensor, plan: AttentionPlan) -> bool:
@@ -67,20 +65,18 @@ def _seen_by_all(plan: AttentionPlan, sinks: int) -> Tensor | None:
     """(B or 1, n): indices of the keys that queries see beyond their window."""
     if plan.key.is_global is not None and "is_global" in plan.pattern.fields:
         n = int(plan.key.is_global.sum(-1).max())
-        return plan.key.is_global.int().argsort(-1, descending=True, stable=True)[:, :n] if n else None
+        return plan.key.is_global.int().argsort(dim=-1, descending=True, stable=True)[:, :n] if n else None
     length = plan.key.position.shape[-1]
     return torch.arange(min(sinks, length), device=plan.key.position.device)[None] if sinks else None
 
 
-def _with_global_queries(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring
-) -> Tensor:
+def _with_global_queries(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
     if plan.query.is_global is None or "is_global" not in plan.pattern.fields:
         return out
     n = int(plan.query.is_global.sum(-1).max())
     if not n:
         return out
-    rows = plan.query.is_global.int().argsort(-1, descending=True, stable=True)[:, :n]
+    rows = plan.query.is_global.int().argsort(dim=-1, descending=True, stable=True)[:, :n]
     mask = visible(plan.pattern, _gather(plan.query, rows), plan.key)
     picked = rows[:, None, :, None]
     full = dot_product(_pick(q, rows), k, v, mask[:, None], scoring)
@@ -98,7 +94,9 @@ def _slice(at: Coordinates, start: int, stop: int) -> Coordinates:
 
 
 def _gather(at: Coordinates, index: Tensor) -> Coordinates:
-    return _each(at, lambda x: x.expand(max(len(x), len(index)), -1).gather(1, index.expand(max(len(x), len(index)), -1)))
+    return _each(
+        at, lambda x: x.expand(max(len(x), len(index)), -1).gather(1, index.expand(max(len(x), len(index)), -1))
+    )
 
 
 def _each(at: Coordinates, f: object) -> Coordinates:
