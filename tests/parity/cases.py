@@ -181,7 +181,7 @@ CASES: dict[str, c.ModelConfig] = {
     "dense-quick-gelu": decoder(block(ffn=c.Dense(d_ff=20, activation="quick-gelu"))),
     "gated-gelu": decoder(block(ffn=c.Gated(d_ff=20, activation="gelu", bias=True))),
     "gated-sigmoid": decoder(block(ffn=c.Gated(d_ff=20, activation="sigmoid"))),
-    "dense-tanh": decoder(block(ffn=c.Dense(d_ff=20, activation="tanh"))),
+    "dense-tanh": decoder(block(ffn=c.Dense(d_ff=20, activation="tanh")), init=c.FanInInit()),
     "dense-silu": decoder(block(ffn=c.Dense(d_ff=20, activation="silu"))),
     "experts": experts(c.MixtureOfExperts(n_experts=6, top_k=2, d_ff=10)),
     "experts-v2": experts(

@@ -79,7 +79,7 @@ def test_forward_equals_the_oracle(name: str, kind: str) -> None:
     config = MODELS[name]
     given = inputs(config, kind)
     if given is None:
-        return  # an encoder-decoder takes no packed documents: tests/model shows that it says so
+        return  # an encoder-decoder takes no packed documents: tests/nn/test_inputs.py shows that it says so
     weights = float32_weights(config)
     expected = reference.run(config, weights, **given)
     valid = given.get("valid", np.ones(given["tokens"].shape, dtype=bool))

@@ -17,7 +17,18 @@ from qkv.config.head import (
     Span,
     TokenClassifier,
 )
-from qkv.config.init import BertInit, Constant, GPT2Init, Init, LlamaInit, Normal, T5Init, Uniform, XavierInit
+from qkv.config.init import (
+    BertInit,
+    Constant,
+    FanInInit,
+    GPT2Init,
+    Init,
+    LlamaInit,
+    Normal,
+    T5Init,
+    Uniform,
+    XavierInit,
+)
 from qkv.config.model import ModelConfig
 from qkv.config.norm import LayerNorm, NoNorm, Norm, RMSNorm
 from qkv.config.parameter import Parameter, Sizes, linear, under
@@ -73,6 +84,7 @@ UNIONS: tuple[type[Variant], ...] = (
 """Every union of the tree."""
 
 __all__ = [
+    "UNIONS",
     "Activation",
     "AdaptiveSoftmax",
     "AdaptiveTable",
@@ -94,6 +106,7 @@ __all__ = [
     "Dilated",
     "DynamicNtkScaling",
     "Embedding",
+    "FanInInit",
     "FeedForward",
     "FullTable",
     "GPT2Init",
@@ -147,7 +160,6 @@ __all__ = [
     "TokenClassifier",
     "TokenTable",
     "TransformerXL",
-    "UNIONS",
     "Uniform",
     "Variant",
     "XavierInit",

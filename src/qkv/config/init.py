@@ -85,6 +85,15 @@ class BertInit(Init):
         return {"default": Normal(self.std, cut=2.0)}
 
 
+class FanInInit(Init):
+    """Normal(1/sqrt(fan_in)) matrices and Normal(1) embeddings (Chowdhery 2022, PaLM, section 5)."""
+
+    kind: Literal["fan-in"] = "fan-in"
+
+    def table(self, parameter: Parameter, n_layers: int) -> dict[Role | Literal["default"], Distribution]:
+        return {"default": Normal(parameter.fan_in**-0.5), "token_embedding": Normal(1.0)}
+
+
 class T5Init(Init):
     """T5 (Raffel 2019, its code): 1/sqrt(fan_in); queries 1/sqrt(d_model * head_dim), in place of scaled scores."""
 
@@ -118,4 +127,4 @@ class XavierInit(Init):
         }
 
 
-Init.members = (GPT2Init, LlamaInit, BertInit, T5Init, XavierInit)
+Init.members = (GPT2Init, LlamaInit, BertInit, FanInInit, T5Init, XavierInit)

@@ -52,8 +52,6 @@ class ModelConfig(Config):
 
     def _stack_problems(self) -> Iterator[Problem]:
         for name, stack in self.stacks.items():
-            if not stack.layers:
-                continue
             for path, block in _named_blocks(name, stack):
                 if block.cross_attention is not None and (name == "encoder" or self.encoder is None):
                     where = "an encoder" if name == "encoder" else "a model without an encoder"
@@ -80,7 +78,7 @@ class ModelConfig(Config):
                     "head",
                     f"{head.kind!r} predicts the next token: it needs a decoder, and this model has only an encoder",
                 )
-            elif self.decoder.layers:
+            else:
                 for path, block in _named_blocks("decoder", self.decoder):
                     if not block.attention.pattern.causal:
                         kind = block.attention.pattern.kind

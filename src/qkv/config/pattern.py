@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from qkv.config.base import NonNegative, Positive, Problem, Tuple, Variant
 
@@ -199,7 +201,7 @@ class BigBird(Pattern):
     kind: Literal["bigbird"] = "bigbird"
     block: Positive = 64
     random_blocks: NonNegative = 3
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     reads = ("position", "length")
 
     @property

@@ -117,7 +117,7 @@ class YarnScaling(RotaryScaling):
     """
 
     kind: Literal["yarn"] = "yarn"
-    factor: PositiveFloat
+    factor: float = Field(ge=1)
     original_max_seq_len: Positive
     beta_fast: PositiveFloat = 32.0
     beta_slow: PositiveFloat = 1.0
@@ -193,7 +193,7 @@ class Rotary(Positions):
 
     kind: Literal["rotary"] = "rotary"
     shared: Literal[False] = False
-    theta: PositiveFloat = 10_000.0
+    theta: float = Field(default=10_000.0, gt=1)
     fraction: float = Field(default=1.0, gt=0, le=1)
     """The part of each head that turns, from its start (GPT-NeoX 0.25, ChatGLM 0.5)."""
     layout: Literal["halves", "pairs"] = "halves"

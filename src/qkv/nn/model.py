@@ -140,7 +140,8 @@ class Transformer(nn.Module):
         if inputs.positions is None:
             position = default_positions(valid, documents, inputs.tokens)
         else:
-            position = inputs.positions if valid is None else torch.where(valid, inputs.positions, -1)
+            position = inputs.positions.long()  # the predicates' arithmetic needs 64 bits
+            position = position if valid is None else torch.where(valid, position, -1)
         regular = valid is None and documents is None and not given and inputs.prefix_length is None
         contiguous = not given and (valid is None or (not compiling and _no_gaps(valid)))
         prefix = None if inputs.prefix_length is None else inputs.prefix_length[:, None]
@@ -161,6 +162,13 @@ class Transformer(nn.Module):
             raise DataError(f"source: this model {need}")
         if source_valid is not None and source is None:
             raise DataError("source_valid: given without source")
+        for name, mask in (
+            ("valid", inputs.valid),
+            ("source_valid", source_valid),
+            ("global_tokens", inputs.global_tokens),
+        ):
+            if mask is not None and mask.dtype != torch.bool:
+                raise DataError(f"{name}: must be boolean, True = real token, got {mask.dtype}; use mask.bool()")
         if both and inputs.documents is not None:
             raise DataError("documents: packing is for models with one stack; give one pair per row")
         if both and inputs.segments is not None:

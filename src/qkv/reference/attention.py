@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
-from qkv.config import Coordinates, Latent, MultiHead, Pattern
+from qkv.config import Attention, Coordinates, Latent, MultiHead, Pattern
 from qkv.reference.ops import Array, Mask, Weights, below, linear, norm, softcap, softmax
 from qkv.reference.position import Scheme, scheme
 from qkv.reference.registry import register
@@ -43,7 +42,7 @@ def _reshaped(at: Coordinates, shape: tuple[int, int]) -> Coordinates:
     return Coordinates(**{field.name: getattr(at, field.name).reshape(shape) for field in fields(at)})
 
 
-def attend(q: Array, k: Array, v: Array, at: View, positions: Scheme, config: Any, sinks: Array | None) -> Array:
+def attend(q: Array, k: Array, v: Array, at: View, positions: Scheme, config: Attention, sinks: Array | None) -> Array:
     """(T, H, width of v) from q (T, H, F), k (S, G, F), v (S, G, width); q and k are turned already."""
     n_heads, group = q.shape[1], q.shape[1] // k.shape[1]
     k = np.stack([k[:, h // group] for h in range(n_heads)], axis=1)

@@ -37,6 +37,8 @@ class Inputs:
     segments: Any = None
     prefix_length: Any = None
     global_tokens: Any = None
+    name: str = "tokens"
+    """What messages call the tokens: `source` on the encoder's side."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,13 @@ class Row:
 def rows(cfg: ModelConfig, stack: Stack, given: Inputs) -> list[Row]:
     """The rows of the side whose tokens pass through `stack`. Raises DataError if an argument does not fit."""
     _check_needed(cfg, stack, given)
-    tokens = _array("tokens", given.tokens, "iu")
+    tokens = _array(given.name, given.tokens, "iu")
     if tokens.ndim != 2 or not tokens.size:
-        raise DataError(f"tokens: expected a shape (B, T) that is not empty, got {tokens.shape}")
+        raise DataError(f"{given.name}: expected a shape (B, T) that is not empty, got {tokens.shape}")
     B, T = tokens.shape
-    valid = np.full((B, T), True) if given.valid is None else _array("valid", given.valid, "b", (B, T))
+    valid = np.full((B, T), True)
+    if given.valid is not None:
+        valid = _array("valid" if given.name == "tokens" else "source_valid", given.valid, "b", (B, T))
     documents = _integers("documents", given.documents, (B, T))
     segments = _integers("segments", given.segments, (B, T))
     prefix = _integers("prefix_length", given.prefix_length, (B,))
@@ -73,7 +77,7 @@ def rows(cfg: ModelConfig, stack: Stack, given: Inputs) -> list[Row]:
     else:
         positions = np.where(valid, _integers("positions", given.positions, (B, T)), -1)
         _check_range("positions", positions[valid], None)
-    _check_range("tokens", tokens, cfg.vocab_size)
+    _check_range(given.name, tokens, cfg.vocab_size)
     _check_range("segments", segments, max(cfg.embedding.n_segments, 1))
     _check_range("prefix_length", prefix, None)
     return [

@@ -46,7 +46,7 @@ class Output:
     logits: Array | None
     """(B, T, V), or what the head gives in its place; None for `none` and `pooler`."""
     hidden: Array
-    """(B, T, D), after the last stack's final norm."""
+    """(B, T, D), after the last stack's final norm; where a token is not valid it means nothing."""
     pooled: Array | None
     """(B, D), from the heads that make one vector of a row."""
     routing: tuple[Routing, ...]
@@ -115,7 +115,7 @@ def _run(cfg: ModelConfig, weights: dict[str, Any], inputs: Inputs, source: Any,
     elif source is None:
         raise DataError("source: required, since the model is an encoder-decoder: give the encoder's tokens")
     else:
-        sources = list(rows(cfg, cfg.encoder, Inputs(source, source_valid)))
+        sources = list(rows(cfg, cfg.encoder, Inputs(source, source_valid, name="source")))
     if len(sources) != len(targets):
         raise DataError(f"source: expected as many rows as tokens has ({len(targets)}), got {len(sources)}")
     done = [_row(cfg, tensors, target, source) for target, source in zip(targets, sources, strict=True)]

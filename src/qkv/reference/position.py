@@ -139,8 +139,6 @@ def _frequencies(theta: float, width: int) -> list[float]:
 
 def _stretched(theta: float, alpha: float, width: int) -> list[float]:
     """NTK-aware: a base so much larger that the slowest pair is slower by alpha, and pair 0 stays at frequency 1."""
-    if width == 2:  # the only pair is pair 0
-        return [1.0]
     return _frequencies(theta * alpha ** (width / (width - 2)), width)
 
 
@@ -176,7 +174,7 @@ def _yarn(config: YarnScaling, theta: float, width: int, length: int) -> tuple[l
     low, high = pair_with(config.beta_fast), pair_with(config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
+    low, high = (min(max(end, 0), width - 1) for end in (low, high))
     if low == high:
         high += 0.001
     frequencies = []
