@@ -1,4 +1,4 @@
-"""Initialisation follows the config's table, tensor by tensor, and a seed means the same whatever else the model has."""
+"""Initialisation follows the config's table, tensor by tensor; a seed means the same whatever else the model has."""
 
 from __future__ import annotations
 

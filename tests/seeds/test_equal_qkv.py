@@ -1,4 +1,4 @@
-"""Each sound listing equals the qkv model that is configured like it and holds its weights, in float64.
+"""Each sound listing equals the qkv model, and the oracle, configured like it and given its weights, in float64.
 
 A part is compared through a whole model of one layer, whose token table holds the input vectors and whose other
 tensors are zero: with `pre` residuals and no norm the hidden states are then x + part(x), or part(x) where the part
@@ -25,7 +25,7 @@ from .listings import (
     s1_multi_head,
     s1_sinusoidal,
 )
-from .measure import causal, deviation
+from .measure import WithoutPositions, causal, deviation
 
 T, D = 6, 8
 LAYER = "decoder.layers.0."
@@ -39,6 +39,10 @@ def seeded():
 
 def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64)
+
+
+def matrix() -> torch.Tensor:
+    return normal(D, D) / D**0.5  # keeps the scores near 1, so that no softmax saturates
 
 
 # --- a model made of one part ---------------------------------------------------------------------------------------
@@ -65,21 +69,34 @@ def one_layer(layer: c.Block, side: str = "decoder", norm: c.Norm | None = None,
     return c.ModelConfig(vocab_size=T, d_model=D, max_seq_len=T, **{side: stack}, **options)
 
 
-def run(cfg: c.ModelConfig, weights: dict, tokens):
-    """The outputs of the qkv model with these weights; tensors not named are zero."""
-    model = qkv.build(cfg, seed=0, dtype=torch.float64).eval()
-    state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    assert set(weights) <= set(state), f"not tensors of the model: {set(weights) - set(state)}"
-    given = {name: torch.as_tensor(np.ascontiguousarray(values)) for name, values in weights.items()}
-    model.load_state_dict(state | given)
+def on_torch(cfg: c.ModelConfig, weights: dict, tokens: np.ndarray):
+    model = qkv.build(cfg, seed=0, dtype=torch.float64)
+    model.load_state_dict({name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in weights.items()})
     with torch.no_grad():
-        return model(torch.as_tensor(tokens))
+        return model(torch.from_numpy(tokens))
 
 
-def hidden(cfg: c.ModelConfig, x: torch.Tensor, weights: dict) -> torch.Tensor:
-    """What the model makes of the vectors x (T, D)."""
-    weights = {name: as_numpy(values) for name, values in weights.items()}
-    return run(cfg, {"embed.tokens.weight": x.numpy()} | weights, np.arange(len(x))[None]).hidden[0]
+@pytest.fixture(params=[on_torch, qkv.reference.run], ids=["torch", "oracle"])
+def run(request):
+    """Runs a config with these weights on int tokens; tensors that are not named are zero."""
+
+    def with_zeros(cfg: c.ModelConfig, weights: dict, tokens: np.ndarray):
+        shapes = {name: shape for name, (shape, _) in cfg.parameters().items()}
+        assert set(weights) <= set(shapes), f"not tensors of the model: {set(weights) - set(shapes)}"
+        zeros = {name: np.zeros(shape) for name, shape in shapes.items()}
+        return request.param(cfg, zeros | {name: as_numpy(values) for name, values in weights.items()}, tokens)
+
+    return with_zeros
+
+
+@pytest.fixture
+def hidden(run):
+    """What a model makes of the vectors x (T, D)."""
+
+    def of(cfg: c.ModelConfig, x: torch.Tensor, weights: dict):
+        return run(cfg, {"embed.tokens.weight": x} | weights, np.arange(len(x))[None]).hidden[0]
+
+    return of
 
 
 def as_numpy(values) -> np.ndarray:
@@ -94,15 +111,15 @@ def projections(q, k, v, o, at: str = LAYER) -> dict:
 # --- seed 0 ---------------------------------------------------------------------------------------------------------
 
 
-def test_attention_listing_is_one_causal_head():
-    x, w_q, w_k, w_v = normal(T, D), normal(D, D), normal(D, D), normal(D, D)
+def test_attention_listing_is_one_causal_head(hidden):
+    x, w_q, w_k, w_v = normal(T, D), matrix(), matrix(), matrix()
     q, k, v = s0_attention.project(x, w_q, w_k, w_v)
     listing = s0_attention.scaled_dot_product_attention(q, k, v, torch.tril(torch.ones(T, T)))
     weights = projections(w_q.T, w_k.T, w_v.T, torch.eye(D, dtype=torch.float64))
     assert deviation(hidden(one_layer(block()), x, weights), x + listing) < 1e-12
 
 
-def test_multi_head_listing_with_its_mask_is_multi_head(monkeypatch):
+def test_multi_head_listing_with_its_mask_is_multi_head(hidden, monkeypatch):
     monkeypatch.setattr(s0_multi_head, "causal_mask", torch.tril(torch.ones(T, T)), raising=False)
     listing, x = s0_multi_head.MultiHeadAttention(D, 2).double(), normal(T, D)
     weights = projections(*listing.qkv_proj.weight.chunk(3), listing.out_proj.weight)
@@ -111,9 +128,9 @@ def test_multi_head_listing_with_its_mask_is_multi_head(monkeypatch):
 
 
 @pytest.mark.parametrize(("n_heads", "bound"), [(4, 1e-12), (1, 1e-6)])
-def test_apply_rope_listing_is_rotary_with_adjacent_pairs(n_heads: int, bound: float):
+def test_apply_rope_listing_is_rotary_with_adjacent_pairs(hidden, n_heads: int, bound: float):
     """Of a head of two the one frequency is exactly 1; of a wider one the listing's are float32, ours float64."""
-    x, w_q, w_k, w_v, w_o = normal(T, D), normal(D, D), normal(D, D), normal(D, D), normal(D, D)
+    x, w_q, w_k, w_v, w_o = normal(T, D), matrix(), matrix(), matrix(), matrix()
     q, k, v = ((x @ w).view(T, n_heads, D // n_heads).transpose(0, 1)[None] for w in (w_q, w_k, w_v))
     positions = torch.arange(T, dtype=torch.float64)
     q, k = s0_rope.apply_rope(q, positions), s0_rope.apply_rope(k, positions)
@@ -127,7 +144,7 @@ def test_apply_rope_listing_is_rotary_with_adjacent_pairs(n_heads: int, bound: f
     assert (deviation(other, x + listing) > 1e-3) is (n_heads == 1), "with one pair both layouts are one"
 
 
-def test_swiglu_listing_is_gated():
+def test_swiglu_listing_is_gated(hidden):
     listing, x = s0_swiglu.SwiGLUFFN(D, 12).double(), normal(T, D)
     cfg = one_layer(block(ffn=c.Gated(d_ff=12, activation="silu")))
     assert deviation(hidden(cfg, x, swiglu(listing, LAYER)), x + listing(x)) < 1e-12
@@ -138,7 +155,7 @@ def swiglu(listing: s0_swiglu.SwiGLUFFN, at: str) -> dict:
     return {f"{at}ffn.{name}.weight": linear.weight for name, linear in names.items()}
 
 
-def test_rmsnorm_listing_is_rmsnorm():
+def test_rmsnorm_listing_is_rmsnorm(hidden):
     listing, x = s0_norm.RMSNorm(D).double(), normal(T, D)
     torch.nn.init.normal_(listing.weight)
     cfg = one_layer(block(), norm=c.RMSNorm(eps=1e-6))
@@ -146,7 +163,7 @@ def test_rmsnorm_listing_is_rmsnorm():
 
 
 @pytest.mark.parametrize(("residual", "placement"), [(c.PreNorm(), "pre_norm"), (c.PostNorm(), "post_norm")])
-def test_placement_lines_are_pre_and_post(residual: c.Residual, placement: str, monkeypatch):
+def test_placement_lines_are_pre_and_post(hidden, residual: c.Residual, placement: str, monkeypatch):
     monkeypatch.setattr(s0_multi_head, "causal_mask", torch.tril(torch.ones(T, T)), raising=False)
     attention, ffn = s0_multi_head.MultiHeadAttention(D, 2).double(), s0_swiglu.SwiGLUFFN(D, 12).double()
     norm, x = s0_norm.RMSNorm(D).double(), 3 * normal(T, D)
@@ -157,19 +174,8 @@ def test_placement_lines_are_pre_and_post(residual: c.Residual, placement: str, 
     assert deviation(hidden(cfg, x, weights), listing) < 1e-12
 
 
-class WithoutPositions(torch.nn.Module):
-    """Takes the block's two arguments (E32) and gives the attention its one."""
-
-    def __init__(self, attention: torch.nn.Module):
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, hidden, positions):
-        return self.attention(hidden)
-
-
 @pytest.mark.parametrize("rotated", [False, True])
-def test_whole_model_with_the_faults_of_e32_mended_is_a_llama(rotated: bool, monkeypatch):
+def test_whole_model_with_the_faults_of_e32_mended_is_a_llama(run, rotated: bool, monkeypatch):
     """`rotated`: with `apply_rope` where the text wants it, and two elements per head, for exact angles."""
     monkeypatch.setattr(s0_multi_head, "causal_mask", torch.tril(torch.ones(T, T)), raising=False)
     if rotated:
@@ -189,9 +195,9 @@ def test_whole_model_with_the_faults_of_e32_mended_is_a_llama(rotated: bool, mon
         head=c.LanguageModel(tied=False),
     )
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 10, 0, 2, 1]])
-    weights = {name: as_numpy(values) for name, values in llama_weights(listing).items()}
+    weights = llama_weights(listing)
     assert set(weights) == set(cfg.parameters())
-    assert deviation(run(cfg, weights, tokens).logits, listing(tokens)) < 1e-12
+    assert deviation(run(cfg, weights, tokens.numpy()).logits, listing(tokens)) < 1e-12
 
 
 def rotated_attention(q, k, v, mask):
@@ -222,7 +228,7 @@ def llama_weights(listing: s0_transformer.Transformer) -> dict:
     ("side", "pattern", "mask"),
     [("encoder", c.Bidirectional(), None), ("decoder", c.Causal(), causal(T))],
 )
-def test_numpy_multi_head_listing_is_multi_head(side: str, pattern: c.Pattern, mask):
+def test_numpy_multi_head_listing_is_multi_head(hidden, side: str, pattern: c.Pattern, mask):
     listing, x = s1_multi_head.MultiHeadAttention(D, 2), normal(T, D)
     output, _ = listing.forward(x.numpy()[None], mask=mask)
     cfg = one_layer(block(attention=heads(2, pattern=pattern)), side=side)
@@ -231,14 +237,14 @@ def test_numpy_multi_head_listing_is_multi_head(side: str, pattern: c.Pattern, m
     assert deviation(got, x.numpy() + output[0]) < 1e-12
 
 
-def test_sinusoidal_listing_is_sinusoidal():
+def test_sinusoidal_listing_is_sinusoidal(hidden):
     cfg = one_layer(block(), embedding=c.Embedding(positions=c.Sinusoidal()))
     got = hidden(cfg, torch.zeros(T, D, dtype=torch.float64), {})
     listing = s1_sinusoidal.get_sinusoidal_positional_encoding(T, D)
     assert deviation(got, listing) < 1e-6  # the listing's angles are float32
 
 
-def test_feed_forward_listing_is_dense_relu():
+def test_feed_forward_listing_is_dense_relu(hidden):
     listing, x = s1_feed_forward.FeedForward(D, 32), normal(T, D)
     listing.b1, listing.b2 = np.random.randn(32), np.random.randn(D)
     cfg = one_layer(block(ffn=c.Dense(d_ff=32, activation="relu", bias=True)))
@@ -251,7 +257,7 @@ def test_feed_forward_listing_is_dense_relu():
     assert deviation(hidden(cfg, x, weights), x.numpy() + listing.forward(x.numpy())) < 1e-12
 
 
-def test_layer_norm_listing_is_layernorm():
+def test_layer_norm_listing_is_layernorm(hidden):
     listing, x = s1_layer_norm.LayerNorm(D), normal(T, D)
     listing.gamma, listing.beta = np.random.randn(D), np.random.randn(D)
     cfg = one_layer(block(), norm=c.LayerNorm(eps=1e-6))
@@ -259,7 +265,7 @@ def test_layer_norm_listing_is_layernorm():
     assert deviation(got, listing.forward(x.numpy())) < 1e-12
 
 
-def test_add_and_norm_listing_is_a_post_norm_sublayer():
+def test_add_and_norm_listing_is_a_post_norm_sublayer(hidden):
     attention, x = s1_multi_head.MultiHeadAttention(D, 2), normal(T, D)
     first, second = s1_layer_norm.LayerNorm(D), s1_layer_norm.LayerNorm(D)
     first.gamma, second.beta = np.random.randn(D), np.random.randn(D)
@@ -319,7 +325,7 @@ def test_mini_gpt_config_has_the_right_count_and_every_tensor_of_the_listing():
     assert shapes == {name: shape for name, (shape, _) in cfg.parameters().items()}
 
 
-def test_mini_gpt_listing_is_a_qkv_model():
+def test_mini_gpt_listing_is_a_qkv_model(run):
     listing, input_ids, logits, next_token = s1_mini_gpt.demo()
     got = run(mini_gpt_config(), mini_gpt_weights(listing), input_ids).logits
     assert got.shape == (2, 8, 100)
@@ -327,10 +333,11 @@ def test_mini_gpt_listing_is_a_qkv_model():
     assert got[:, -1].argmax(-1).tolist() == next_token.tolist() == [20, 50]
 
 
-def test_mini_gpt_listing_and_qkv_choose_the_same_tokens_to_the_end_of_the_context():
+def test_mini_gpt_listing_and_qkv_choose_the_same_tokens_to_the_end_of_the_context(run):
     listing, tokens, _, _ = s1_mini_gpt.demo()
     cfg, weights = mini_gpt_config(), mini_gpt_weights(listing)
-    while tokens.shape[1] < s1_mini_gpt.SEQ_LEN:
+    for length in range(8, s1_mini_gpt.SEQ_LEN + 1):
+        assert tokens.shape == (2, length)
         logits, got = listing.forward(tokens), run(cfg, weights, tokens).logits
         assert deviation(got, logits) < 1e-10
         chosen = logits[:, -1].argmax(-1)

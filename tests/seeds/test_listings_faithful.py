@@ -7,14 +7,12 @@ with.
 """
 
 import io
-import os
 import tokenize
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
-SEEDS = Path(os.environ.get("QKV_DATA", HERE.parents[1] / "data")) / "seeds"
 S0 = "lecture-3-architecture-and-hyperparameters.txt"
 S1 = "transformer-architecture-in-detail.txt"
 
@@ -121,12 +119,18 @@ def seed_lines(code: str) -> list[str]:
     return [line for line in logical_lines(code) if not line.startswith(("print (", "import "))]
 
 
+@pytest.fixture
+def seeds(data: Path) -> Path:
+    if not (data / "seeds").is_dir():
+        pytest.skip(f"no seed texts at {data / 'seeds'}")
+    return data / "seeds"
+
+
 @pytest.mark.data
-@pytest.mark.skipif(not SEEDS.is_dir(), reason="the seed texts are not below QKV_DATA")
 @pytest.mark.parametrize("name", LISTINGS)
-def test_listing_is_the_seeds_code(name: str):
+def test_listing_is_the_seeds_code(name: str, seeds: Path):
     seed, extracts = LISTINGS[name]
-    text = (SEEDS / seed).read_text(encoding="utf-8")
+    text = (seeds / seed).read_text(encoding="utf-8")
     ours = logical_lines((HERE / "listings" / f"{name}.py").read_text(encoding="utf-8"))
     place, matched = 0, set()
     for first, last in extracts:

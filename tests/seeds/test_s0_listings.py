@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from .listings import s0_attention, s0_multi_head, s0_norm, s0_rope, s0_swiglu, s0_transformer, s1_causal_mask
-from .measure import deviation, softmax
+from .measure import WithoutPositions, deviation, softmax
 
 
 @pytest.fixture(autouse=True)
@@ -256,17 +256,6 @@ def test_placement_of_the_norm():
 
 
 # --- 6. block and model ---------------------------------------------------------------------------------------------
-
-
-class WithoutPositions(nn.Module):
-    """Takes the block's two arguments, as E32 asks, and gives the listing's attention the one that it knows."""
-
-    def __init__(self, attention: nn.Module):
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, hidden, positions):
-        return self.attention(hidden)
 
 
 def repaired(n_layers: int) -> s0_transformer.Transformer:

@@ -77,11 +77,10 @@ class Embedding(nn.Module):
             hidden = hidden + self.segments(torch.zeros_like(tokens) if segments is None else segments)
         return ctx.tap(self, "output", F.dropout(self.norm(hidden), self.dropout, self.training))
 
-    def check(self, tokens: Tensor, positions: Tensor | None, segments: Tensor | None) -> None:
-        """Refuse what the tables have no row for, before anything is computed."""
-        length = tokens.shape[1] if positions is None else int(positions.max()) + 1
-        self.positions.check(length)
-        _check_ids("tokens", tokens, self.vocab_size)
+    def check(self, name: str, tokens: Tensor, positions: Tensor | None, segments: Tensor | None) -> None:
+        """Refuse what the tables have no row for, before anything is computed; `name` is the argument's."""
+        _check_ids(name, tokens, self.vocab_size)
+        self.positions.check(tokens.shape[1] if positions is None else int(positions.max()) + 1)
         if segments is None:
             return
         if self.segments is None:

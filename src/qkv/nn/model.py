@@ -162,13 +162,6 @@ class Transformer(nn.Module):
             raise DataError(f"source: this model {need}")
         if source_valid is not None and source is None:
             raise DataError("source_valid: given without source")
-        for name, mask in (
-            ("valid", inputs.valid),
-            ("source_valid", source_valid),
-            ("global_tokens", inputs.global_tokens),
-        ):
-            if mask is not None and mask.dtype != torch.bool:
-                raise DataError(f"{name}: must be boolean, True = real token, got {mask.dtype}; use mask.bool()")
         if both and inputs.documents is not None:
             raise DataError("documents: packing is for models with one stack; give one pair per row")
         if both and inputs.segments is not None:
@@ -178,12 +171,31 @@ class Transformer(nn.Module):
             raise DataError(f"prefix_length: this model {need}")
         if inputs.global_tokens is not None and not self._reads_global:
             raise DataError("global_tokens: no pattern of this model reads them; leave them out")
+        _check_shapes(inputs, source, source_valid)
         if torch.compiler.is_compiling() or inputs.tokens.device.type != "cpu":
             return  # values are not looked at: that would break the graph, or wait for the device
         embed = self.embed if self.target_embed is None else self.target_embed
-        embed.check(inputs.tokens, inputs.positions, inputs.segments)
+        embed.check("tokens", inputs.tokens, inputs.positions, inputs.segments)
         if source is not None:
-            self.embed.check(source, None, None)
+            self.embed.check("source", source, None, None)
+
+
+def _check_shapes(inputs: Inputs, source: Tensor | None, source_valid: Tensor | None) -> None:
+    """Every input per token has the tokens' shape, and masks are boolean."""
+    shape = tuple(inputs.tokens.shape)
+    if len(shape) != 2:
+        raise DataError(f"tokens: must be (B, T), got shape {shape}; add a batch axis with tokens[None]")
+    per_token = ("valid", "positions", "documents", "segments", "global_tokens")
+    expected = {name: (getattr(inputs, name), shape) for name in per_token}
+    expected["prefix_length"] = (inputs.prefix_length, shape[:1])
+    if source is not None:
+        expected["source"] = (source, (shape[0], source.shape[-1]))
+        expected["source_valid"] = (source_valid, tuple(source.shape))
+    for name, (value, needed) in expected.items():
+        if value is not None and tuple(value.shape) != needed:
+            raise DataError(f"{name}: must have shape {needed} to fit the tokens, got {tuple(value.shape)}")
+        if name in ("valid", "source_valid", "global_tokens") and value is not None and value.dtype != torch.bool:
+            raise DataError(f"{name}: must be boolean, True = yes, got {value.dtype}; use {name}.bool()")
 
 
 def _fields(stack: object) -> frozenset[str]:

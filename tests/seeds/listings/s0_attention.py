@@ -6,7 +6,7 @@ Sound. Errata: E33 (here mask == 0 forbids; seed 1 adds its mask), E30 (a row wi
 zero).
 """
 
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 
 def project(X, W_Q, W_K, W_V):

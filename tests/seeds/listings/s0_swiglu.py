@@ -6,7 +6,7 @@ Sound. E27: it has three matrices, 3 d d_ff parameters, so that a layer is 12 d^
 width is a habit (Llama 2 70B takes 3.5d).
 """
 
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import nn
 
 
