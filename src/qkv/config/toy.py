@@ -12,10 +12,11 @@ is a quarter of the toy's), groups of experts of which some are out of reach, ev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from qkv.config.model import ModelConfig
+from qkv.config.base import Config
+
+C = TypeVar("C", bound=Config)
 
 _CAPS: dict[str, int] = {
     "vocab_size": 96, "max_seq_len": 64, "d_ff": 48, "n_classes": 5,
@@ -42,7 +43,7 @@ class _Widths:
     """The widest head of the toy."""
 
 
-def toy(config: ModelConfig) -> ModelConfig:
+def toy(config: C) -> C:
     """A small config of the same architecture: d_model about 32, 96 tokens, one cycle of layers (at least two)."""
     data = config.to_dict()
     heads = [node for node in _nodes(data) if "n_heads" in node and "head_dim" in node]

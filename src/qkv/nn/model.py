@@ -182,11 +182,12 @@ class Transformer(nn.Module):
 
 def _check_shapes(inputs: Inputs, source: Tensor | None, source_valid: Tensor | None) -> None:
     """Every input per token has the tokens' shape, and masks are boolean."""
-    shape = tuple(inputs.tokens.shape)
+    shape: tuple[int, ...] = tuple(inputs.tokens.shape)
     if len(shape) != 2:
         raise DataError(f"tokens: must be (B, T), got shape {shape}; add a batch axis with tokens[None]")
     per_token = ("valid", "positions", "documents", "segments", "global_tokens")
-    expected = {name: (getattr(inputs, name), shape) for name in per_token}
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {}
+    expected |= {name: (getattr(inputs, name), shape) for name in per_token}
     expected["prefix_length"] = (inputs.prefix_length, shape[:1])
     if source is not None:
         expected["source"] = (source, (shape[0], source.shape[-1]))
