@@ -79,11 +79,16 @@ def smooth(config: ModelConfig) -> bool:
     return not any(kink in text for kink in ('"relu"', "mixture-of-experts"))
 
 
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("plain", "padded-left", "positions")]
+
+
+@pytest.mark.parametrize("kind", ["padded-right", "packed", *SLOW_KINDS])
 @pytest.mark.parametrize("name", MODELS)
-def test_float64_gradients_equal_the_oracles_differences(name: str) -> None:
+def test_float64_gradients_equal_the_oracles_differences(name: str, kind: str) -> None:
     config = MODELS[name]
+    if kind == "packed" and len(config.stacks) == 2:
+        kind = "plain"  # an encoder-decoder is not packed
     weights = float32_weights(config)
-    kind = "padded-right"
     gradients = autograd(config, weights, kind, torch.float64)
     tries = 1 if smooth(config) else 5
     agreed = 0
