@@ -1,6 +1,6 @@
 """qkv: one Transformer from which every Transformer is made.
 
-The public names below are imported when first used, so that `import qkv` itself loads neither torch, NumPy nor pydantic.
+The public names below are imported when first used: `import qkv` itself loads neither torch, NumPy nor pydantic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,25 @@ _HOME = {
     "capture": "qkv.nn.capture",
 }
 
-__all__ = sorted(_HOME)
+__all__ = [
+    "BackendError",
+    "CacheError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "GenerationError",
+    "ModelConfig",
+    "QkvError",
+    "TextModel",
+    "build",
+    "capture",
+    "config",
+    "load",
+    "preset",
+    "presets",
+    "reference",
+    "register",
+]
 
 if TYPE_CHECKING:
     from qkv import config, reference

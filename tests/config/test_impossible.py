@@ -151,6 +151,7 @@ def test_the_possible_beside_it_is_accepted() -> None:
         (Attention, multi_head(head_dim=2, positions={"kind": "rotary", "scaling": YARN})),
         (Attention, multi_head({"kind": "sliding-window", "window": 3}, head_dim=7, **xl)),
         (RotaryScaling, {"kind": "llama3", "factor": 8, "high_freq_factor": 1.1}),
+        (RotaryScaling, LONG | {"factor": 1, "original_max_seq_len": 2}),
         (RotaryScaling, LONG | {"factor": 0.5, "original_max_seq_len": 1, "attention_factor": 1}),
         (Positions, T5 | {"n_buckets": 4, "max_distance": 2}),
         (Positions, T5 | {"n_buckets": 2, "max_distance": 2, "bidirectional": False}),

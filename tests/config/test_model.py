@@ -11,6 +11,7 @@ from qkv.config import (
     Constant,
     GPT2Init,
     Init,
+    LanguageModel,
     ModelConfig,
     Normal,
     Parameter,
@@ -264,6 +265,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
 def test_what_fits_is_accepted() -> None:
     shared = [b | {"ffn": {"kind": "gated", "d_ff": 8}} for b in SHARED_UNEQUAL[:1]]
     for written in (
+        with_decoder(cross_block(), first=[cross_block()] * 2),
         encoder_decoder(sharing="none"),
         encoder_decoder(sharing="tokens", head={"kind": "classifier", "n_classes": 2}),
         encoder_only(block(multi_head()), head={"kind": "none"}, d_model=33),
@@ -346,6 +348,13 @@ def test_shared_positions_stand_once_per_stack() -> None:
 def test_first_layers_come_first() -> None:
     experts = {name.split(".")[2] for name in names(example("deepseek")) if "experts" in name}
     assert experts == {"1", "2"}
+
+
+def test_scales_by_name_follow_the_width() -> None:
+    assert example("vaswani").embedding.factor(64) == 8
+    assert example("gpt2").embedding.factor(64) == 1
+    assert LanguageModel(tied=True, scale="rsqrt_d_model").factor(64) == 1 / 8
+    assert LanguageModel(tied=True, scale=3).factor(64) == 3
 
 
 # How tensors start

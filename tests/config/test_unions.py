@@ -267,6 +267,33 @@ def test_adaptive_tensors() -> None:
     assert {name: p.shape for name, p in untied.parameters(100, 8).items()} == own | clusters
 
 
+DENSE = {"pooler.weight": (8, 8), "pooler.bias": (8,)}
+TRANSFORM = {"transform.weight": (8, 8), "transform.bias": (8,), "norm.weight": (8,), "norm.bias": (8,)}
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"kind": "none"}, {}),
+        ({"kind": "lm", "tied": True, "bias": True}, {"bias": (100,)}),
+        ({"kind": "lm", "tied": False}, {"weight": (100, 8)}),
+        ({"kind": "masked-lm"}, TRANSFORM | {"bias": (100,)}),
+        ({"kind": "masked-lm", "tied": False}, TRANSFORM | {"weight": (100, 8), "bias": (100,)}),
+        ({"kind": "pooler"}, DENSE),
+        ({"kind": "next-sentence"}, DENSE | {"classifier.weight": (2, 8), "classifier.bias": (2,)}),
+        ({"kind": "classifier", "n_classes": 3, "bias": False}, DENSE | {"classifier.weight": (3, 8)}),
+        (
+            {"kind": "classifier", "n_classes": 3, "hidden": "none"},
+            {"classifier.weight": (3, 8), "classifier.bias": (3,)},
+        ),
+        ({"kind": "token-classifier", "n_classes": 3}, {"classifier.weight": (3, 8), "classifier.bias": (3,)}),
+        ({"kind": "span"}, {"classifier.weight": (2, 8), "classifier.bias": (2,)}),
+    ],
+)
+def test_head_tensors(written: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> None:
+    assert {name: p.shape for name, p in Head.from_dict(written).parameters(100, 8).items()} == expected
+
+
 @pytest.mark.parametrize(
     ("written", "expected"),
     [

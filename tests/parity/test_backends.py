@@ -55,6 +55,7 @@ LONG = {
     "chunked": c.Chunked(chunk=10),
     "dilated": c.Dilated(window=5, dilation=3),
     "longformer": c.Longformer(window=12),
+    "sinks-and-globals": c.AnyOf(patterns=(c.SlidingWindow(window=4, sinks=2), c.Longformer(window=4))),
     "causal-longformer": c.AllOf(patterns=(c.Causal(), c.Longformer(window=12))),
 }
 
@@ -73,11 +74,21 @@ def test_windows_by_chunks_agree_with_eager_over_many_chunks(name: str, kind: st
     with torch.no_grad():
         expected, found = run(model, tensors(given), "eager"), run(model, tensors(given), "window")
     assert expected is not None
-    if name == "sliding-window-sinks" and kind != "plain":
-        assert found is None  # sinks of padded or packed rows stand at different places
-    else:
-        assert found is not None
-        assert deviation(expected.numpy(), found, valid) < 1e-12
+    assert found is not None
+    assert deviation(expected.numpy(), found, valid) < 1e-12
+
+
+def test_a_document_in_pieces_is_no_band() -> None:
+    """Documents that take turns: a key's index is twice as far as its position, so windows by chunks must refuse."""
+    config = decoder(block(attention=attention(pattern=c.SlidingWindow(window=4))), head=c.NoHead())
+    model = model_with(config, float32_weights(config), torch.float64)
+    given = {"tokens": torch.arange(150)[None] % 61, "documents": torch.arange(150)[None] % 2}
+    with torch.no_grad():
+        assert run(model, given, "window") is None
+        expected, found = run(model, given, "eager"), run(model, given, "auto")
+    assert expected is not None
+    assert found is not None
+    assert deviation(expected.numpy(), found, np.ones((1, 150), dtype=bool)) < 1e-12
 
 
 def served(config: ModelConfig, backend: str, **given: torch.Tensor) -> bool:

@@ -72,6 +72,10 @@ class Pattern(Variant):
         """What the pattern amounts to on positions 0 to length - 1: a proof that no mask is needed, or `partial`."""
         return "partial"
 
+    def note(self, length: int) -> str | None:
+        """What a user should know about rows of this length, if anything."""
+        return None
+
     def allowed(self, query: Coordinates, key: Coordinates) -> Array:
         """Boolean array, True where `query` may attend to `key`."""
         raise NotImplementedError(f"{type(self).__name__} must define allowed(query, key)")
@@ -208,6 +212,11 @@ class BigBird(Pattern):
     def dense_below(self) -> int:
         """Rows shorter than this are attended densely: 2 global, 3 near, and the random blocks twice over."""
         return (5 + 2 * self.random_blocks) * self.block
+
+    def note(self, length: int) -> str | None:
+        if length >= self.dense_below:
+            return None
+        return f"bigbird: rows of {length} tokens are shorter than {self.dense_below}, and are attended densely"
 
     def covers(self, length: int) -> Cover:
         return "all" if length < self.dense_below else "partial"

@@ -47,14 +47,14 @@ def toy(config: C) -> C:
     """A small config of the same architecture: d_model about 32, 96 tokens, one cycle of layers (at least two)."""
     data = config.to_dict()
     heads = [node for node in _nodes(data) if "n_heads" in node and "head_dim" in node]
-    fill = bool(heads) and all(node["n_heads"] * node["head_dim"] == config.d_model for node in heads)
+    fill = bool(heads) and all(node["n_heads"] * node["head_dim"] == data["d_model"] for node in heads)
     head_dim = _HEAD_DIM if fill else 2 * _HEAD_DIM
     if fill:
         after = max(_n_heads(node) * min(node["head_dim"], head_dim) for node in heads)
-        after += after % 2 if config.d_model % 2 == 0 else 0  # sinusoids need an even width
+        after += after % 2 if data["d_model"] % 2 == 0 else 0  # sinusoids need an even width
     else:
-        after = min(config.d_model, _D_MODEL)
-    widths = _Widths(config.d_model, after, min(config.vocab_size, _CAPS["vocab_size"]), head_dim)
+        after = min(data["d_model"], _D_MODEL)
+    widths = _Widths(data["d_model"], after, min(data["vocab_size"], _CAPS["vocab_size"]), head_dim)
     return type(config).from_dict(_shrink(data, widths))
 
 

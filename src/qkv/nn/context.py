@@ -6,6 +6,7 @@ A `Context` is built once per forward and stack. It holds the coordinates of que
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -95,10 +96,19 @@ class Context:
     _plans: dict[int, AttentionPlan] = field(default_factory=dict)
     _tables: dict[int, Any] = field(default_factory=dict)
 
+    def towards(self, source: Context) -> Context:
+        """The context of cross-attention: these queries, the source's keys."""
+        regular = self.regular and source.regular
+        return Context(self.query, source.key, regular, False, self.dtype, self.backend, self.trace)
+
     def plan(self, key: int, pattern: Pattern) -> AttentionPlan:
         """The plan of the stack's pattern number `key`."""
         if key not in self._plans:
-            cover = pattern.covers(self.key.position.shape[-1]) if self.regular else "partial"
+            length = self.key.position.shape[-1]
+            cover = pattern.covers(length) if self.regular else "partial"
+            note = pattern.note(length)
+            if note is not None and not torch.compiler.is_compiling():
+                warnings.warn(note, stacklevel=2)
             self._plans[key] = AttentionPlan(pattern, self.query, self.key, cover, self.contiguous, self.backend)
         return self._plans[key]
 
@@ -133,23 +143,3 @@ class Context:
         if self.trace is not None:
             self.trace.record(module, point, lambda: value)
         return value
-
-
-def lengths(position: Tensor, document: Tensor | None) -> Tensor:
-    """(B, T): 1 + the largest position of each token's row and document."""
-    if document is None:
-        return position.max(-1, keepdim=True).values.expand_as(position) + 1
-    same = document.unsqueeze(-1) == document.unsqueeze(-2)
-    return torch.where(same, position.unsqueeze(-2), -1).max(-1).values + 1
-
-
-def default_positions(valid: Tensor | None, document: Tensor | None, like: Tensor) -> Tensor:
-    """(B or 1, T): how many valid tokens of its row (and document) precede each token; -1 where there is none."""
-    if valid is None and document is None:
-        return torch.arange(like.shape[1], device=like.device)[None]
-    real = torch.ones_like(like, dtype=torch.bool) if valid is None else valid
-    before = real.cumsum(-1) - 1
-    if document is not None:
-        same = document.unsqueeze(-1) == document.unsqueeze(-2)
-        before = (same & real.unsqueeze(-2)).long().tril().sum(-1) - 1
-    return torch.where(real, before, -1)

@@ -8,7 +8,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv import config as c
-from qkv.errors import DataError
 from qkv.nn.context import Context
 from qkv.nn.position import Scheme
 from qkv.nn.registry import implements, make
@@ -57,7 +56,6 @@ class Embedding(nn.Module):
     def __init__(self, config: c.Embedding, model: c.ModelConfig, *, with_tokens: bool = True) -> None:
         super().__init__()
         self.factor, self.dropout = config.factor(model.d_model), config.dropout
-        self.vocab_size = model.vocab_size
         self.tokens = make(config.tokens, model.vocab_size, model.d_model) if with_tokens else None
         self.positions = make(config.positions, model.sizes)
         self.segments = nn.Embedding(config.n_segments, model.d_model) if config.n_segments else None
@@ -76,21 +74,3 @@ class Embedding(nn.Module):
         if self.segments is not None:
             hidden = hidden + self.segments(torch.zeros_like(tokens) if segments is None else segments)
         return ctx.tap(self, "output", F.dropout(self.norm(hidden), self.dropout, self.training))
-
-    def check(self, name: str, tokens: Tensor, positions: Tensor | None, segments: Tensor | None) -> None:
-        """Refuse what the tables have no row for, before anything is computed; `name` is the argument's."""
-        _check_ids(name, tokens, self.vocab_size)
-        self.positions.check(tokens.shape[1] if positions is None else int(positions.max()) + 1)
-        if segments is None:
-            return
-        if self.segments is None:
-            raise DataError("segments: this model has no segment table; leave them out")
-        _check_ids("segments", segments, self.segments.num_embeddings)
-
-
-def _check_ids(name: str, ids: Tensor, size: int) -> None:
-    if ids.numel() == 0:
-        raise DataError(f"{name}: empty, shape {tuple(ids.shape)}; give at least one token per row")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= size:
-        raise DataError(f"{name}: id {low if low < 0 else high} is outside 0 to {size - 1}")

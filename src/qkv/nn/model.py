@@ -14,12 +14,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from qkv.config import Coordinates, ModelConfig
+from qkv.config import ModelConfig
 from qkv.errors import DataError
 from qkv.nn.block import Stack
 from qkv.nn.capture import active_trace
-from qkv.nn.context import Context, Routing, default_positions, lengths
+from qkv.nn.context import Context, Routing
 from qkv.nn.embedding import Embedding
+from qkv.nn.inputs import Inputs, check_arguments
 from qkv.nn.registry import make
 
 
@@ -37,19 +38,6 @@ class Output:
     """How each mixture-of-experts layer sent its tokens."""
 
 
-@dataclass
-class Inputs:
-    """What a caller says of one sequence besides its tokens; None takes the default."""
-
-    tokens: Int[Tensor, "B T"]
-    valid: Bool[Tensor, "B T"] | None = None
-    positions: Int[Tensor, "B T"] | None = None
-    documents: Int[Tensor, "B T"] | None = None
-    segments: Int[Tensor, "B T"] | None = None
-    prefix_length: Int[Tensor, " B"] | None = None
-    global_tokens: Bool[Tensor, "B T"] | None = None
-
-
 class Transformer(nn.Module):
     """One Transformer, from which every Transformer is made."""
 
@@ -63,9 +51,7 @@ class Transformer(nn.Module):
         self.encoder = None if config.encoder is None else Stack(config.encoder, config.sizes)
         self.decoder = None if config.decoder is None else Stack(config.decoder, config.sizes)
         self.head = make(config.head, config.vocab_size, config.d_model)
-        read = {name: _fields(stack) for name, stack in config.stacks.items()}
-        self._reads_prefix = any("prefix_length" in fields for fields in read.values())
-        self._reads_global = any("is_global" in fields for fields in read.values())
+        self._reads = _reads(config)
 
     def forward(
         self,
@@ -83,127 +69,53 @@ class Transformer(nn.Module):
     ) -> Output:
         """Run the model; docs/design.md says what each input means. `backend` forces one for every attention."""
         inputs = Inputs(tokens, valid, positions, documents, segments, prefix_length, global_tokens)
-        self._check(inputs, source, source_valid)
-        if self.decoder is None:
-            hidden, ctx = self._encode(inputs, backend)
-            return self._answer(hidden, ctx, self.table_of(self.embed), [])
-        encoded, source_ctx = None, None
-        if self.encoder is not None:
-            assert source is not None
-            encoded, source_ctx = self._encode(Inputs(source, source_valid), backend)
-        hidden, ctx = self._decode(inputs, encoded, source_ctx, backend)
-        before = [] if source_ctx is None else source_ctx.routing
-        return self._answer(hidden, ctx, self.table_of(self.target_embed), before)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
-
-    def _encode(self, inputs: Inputs, backend: str) -> tuple[Tensor, Context]:
-        ctx = self._context(inputs, backend)
-        hidden = self.embed(inputs.tokens, inputs.segments, self.table_of(self.embed), ctx)
-        assert self.encoder is not None
-        return self.encoder(hidden, ctx), ctx
-
-    def _decode(
-        self, inputs: Inputs, encoded: Tensor | None, source: Context | None, backend: str
-    ) -> tuple[Tensor, Context]:
-        ctx = self._context(inputs, backend)
-        if encoded is not None and source is not None:
-            regular = ctx.regular and source.regular
-            ctx.source = encoded
-            ctx.cross = Context(ctx.query, source.key, regular, False, ctx.dtype, backend, ctx.trace)
-        embed = self.embed if self.target_embed is None else self.target_embed
-        hidden = embed(inputs.tokens, inputs.segments, self.table_of(embed), ctx)
-        assert self.decoder is not None
-        return self.decoder(hidden, ctx), ctx
-
-    def _answer(self, hidden: Tensor, ctx: Context, table: nn.Module, before: list[Routing]) -> Output:
-        logits, pooled = self.head(hidden, table, ctx.query.position >= 0)
-        if logits is not None:
-            ctx.tap(self.head, "logits", logits)
-        return Output(logits, hidden, pooled, before + ctx.routing)
-
-    def table_of(self, embed: Embedding | None) -> nn.Module:
-        """The token table that this embedding reads: its own, or the shared one."""
-        own = self.embed.tokens if embed is None or embed.tokens is None else embed.tokens
-        assert own is not None
-        return own
-
-    def _context(self, inputs: Inputs, backend: str) -> Context:
-        """Where the tokens stand, and whether that is as plain as can be."""
-        valid, documents = inputs.valid, inputs.documents
-        compiling = torch.compiler.is_compiling()
-        if valid is not None and valid.device.type == "cpu" and not compiling and bool(valid.all()):
-            valid = None  # nothing is padding: no mask is needed for it
-        given = inputs.positions is not None
-        if inputs.positions is None:
-            position = default_positions(valid, documents, inputs.tokens)
-        else:
-            position = inputs.positions.long()  # the predicates' arithmetic needs 64 bits
-            position = position if valid is None else torch.where(valid, position, -1)
-        regular = valid is None and documents is None and not given and inputs.prefix_length is None
-        contiguous = not given and (valid is None or (not compiling and _no_gaps(valid)))
-        prefix = None if inputs.prefix_length is None else inputs.prefix_length[:, None]
-        is_global = inputs.global_tokens
-        if is_global is None and self._reads_global:
-            is_global = torch.zeros_like(position, dtype=torch.bool)
-        elif is_global is not None:
-            regular = regular and not self._reads_global
-        at = Coordinates(position, documents, is_global, prefix, lengths(position, documents))
-        trace = None if compiling else active_trace(self)
-        return Context(at, at, regular, contiguous, self._dtype, backend, trace)
-
-    def _check(self, inputs: Inputs, source: Tensor | None, source_valid: Tensor | None) -> None:
-        """One clear line for inputs that this model cannot take."""
-        both = self.encoder is not None and self.decoder is not None
-        if both != (source is not None):
-            need = "needs source= (B, S)" if both else "has no encoder beside its decoder: leave source out"
-            raise DataError(f"source: this model {need}")
         if source_valid is not None and source is None:
             raise DataError("source_valid: given without source")
-        if both and inputs.documents is not None:
-            raise DataError("documents: packing is for models with one stack; give one pair per row")
-        if both and inputs.segments is not None:
-            raise DataError("segments: not for an encoder-decoder; leave them out")
-        if self._reads_prefix != (inputs.prefix_length is not None):
-            need = "needs prefix_length= (B,)" if self._reads_prefix else "reads no prefix: leave it out"
-            raise DataError(f"prefix_length: this model {need}")
-        if inputs.global_tokens is not None and not self._reads_global:
-            raise DataError("global_tokens: no pattern of this model reads them; leave them out")
-        _check_shapes(inputs, source, source_valid)
-        if torch.compiler.is_compiling() or inputs.tokens.device.type != "cpu":
-            return  # values are not looked at: that would break the graph, or wait for the device
-        embed = self.embed if self.target_embed is None else self.target_embed
-        embed.check("tokens", inputs.tokens, inputs.positions, inputs.segments)
-        if source is not None:
-            self.embed.check("source", source, None, None)
+        seen = None if source is None else Inputs(source, source_valid)
+        check_arguments(self.config, inputs, seen, self._reads)
+        if self.encoder is None or self.decoder is None:
+            stack = self.encoder if self.decoder is None else self.decoder
+            ctx = self._context(inputs, self.embed, backend)
+            return self._answer(self._run(stack, self.embed, inputs, ctx), self.embed, ctx)
+        assert seen is not None
+        target = self.embed if self.target_embed is None else self.target_embed
+        source_ctx, ctx = self._context(seen, self.embed, backend), self._context(inputs, target, backend)
+        ctx.source = self._run(self.encoder, self.embed, seen, source_ctx)
+        ctx.cross = ctx.towards(source_ctx)
+        ctx.routing = source_ctx.routing
+        return self._answer(self._run(self.decoder, target, inputs, ctx), target, ctx)
+
+    def _context(self, inputs: Inputs, embed: Embedding, backend: str) -> Context:
+        """Where the tokens stand, and whether that is as plain as can be."""
+        at = inputs.coordinates("is_global" in self._reads)
+        if not inputs.regular and not inputs.visible:
+            pass  # explicit positions are not looked at
+        elif inputs.regular:
+            embed.positions.check(inputs.tokens.shape[1])
+        else:
+            embed.positions.check(int(at.position.max()) + 1)
+        trace = None if torch.compiler.is_compiling() else active_trace(self)
+        dtype = next(self.parameters()).dtype
+        return Context(at, at, inputs.regular, inputs.contiguous(at), dtype, backend, trace)
+
+    def _run(self, stack: Stack | None, embed: Embedding, inputs: Inputs, ctx: Context) -> Tensor:
+        assert stack is not None
+        return stack(embed(inputs.tokens, inputs.segments, self._table(embed), ctx), ctx)
+
+    def _answer(self, hidden: Tensor, embed: Embedding, ctx: Context) -> Output:
+        logits, pooled = self.head(hidden, self._table(embed), ctx.query.position >= 0)
+        if logits is not None:
+            ctx.tap(self.head, "logits", logits)
+        return Output(logits, hidden, pooled, ctx.routing)
+
+    def _table(self, embed: Embedding) -> nn.Module:
+        """The token table that this embedding reads: its own, or the shared one."""
+        table = self.embed.tokens if embed.tokens is None else embed.tokens
+        assert table is not None
+        return table
 
 
-def _check_shapes(inputs: Inputs, source: Tensor | None, source_valid: Tensor | None) -> None:
-    """Every input per token has the tokens' shape, and masks are boolean."""
-    shape: tuple[int, ...] = tuple(inputs.tokens.shape)
-    if len(shape) != 2:
-        raise DataError(f"tokens: must be (B, T), got shape {shape}; add a batch axis with tokens[None]")
-    per_token = ("valid", "positions", "documents", "segments", "global_tokens")
-    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {}
-    expected |= {name: (getattr(inputs, name), shape) for name in per_token}
-    expected["prefix_length"] = (inputs.prefix_length, shape[:1])
-    if source is not None:
-        expected["source"] = (source, (shape[0], source.shape[-1]))
-        expected["source_valid"] = (source_valid, tuple(source.shape))
-    for name, (value, needed) in expected.items():
-        if value is not None and tuple(value.shape) != needed:
-            raise DataError(f"{name}: must have shape {needed} to fit the tokens, got {tuple(value.shape)}")
-        if name in ("valid", "source_valid", "global_tokens") and value is not None and value.dtype != torch.bool:
-            raise DataError(f"{name}: must be boolean, True = yes, got {value.dtype}; use {name}.bool()")
-
-
-def _fields(stack: object) -> frozenset[str]:
-    return frozenset().union(*(block.attention.pattern.fields for block in stack.blocks))  # type: ignore[attr-defined]
-
-
-def _no_gaps(valid: Tensor) -> bool:
-    """Whether each row's real tokens stand together."""
-    starts = (valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0]
-    return bool((starts <= 1).all())
+def _reads(config: ModelConfig) -> frozenset[str]:
+    """The coordinates that the model's patterns read."""
+    blocks = [block for stack in config.stacks.values() for block in stack.blocks]
+    return frozenset().union(*(block.attention.pattern.fields for block in blocks))

@@ -27,6 +27,8 @@ class Flex(Backend):
             return scoring.special
         if scoring.dropout:
             return "it has no dropout"
+        if q.device.type == "cpu" and q.dtype == torch.float64:
+            return "it has no float64 on a CPU"
         if q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return "it has no backward on a CPU"
         return None

@@ -31,8 +31,6 @@ class Window(Backend):
             return f"pattern {plan.pattern.kind!r} has no bounded reach"
         if not plan.contiguous or q.shape[2] != k.shape[2]:
             return "explicit positions or gaps between valid tokens leave no band of keys"
-        if reach.sinks and (plan.query.document is not None or plan.query.position.shape[0] > 1):
-            return "packed or padded rows have their sinks at different places"
         return None
 
     def worthwhile(self, q: Tensor, plan: AttentionPlan) -> bool:
@@ -62,21 +60,28 @@ class Window(Backend):
 
 
 def _seen_by_all(plan: AttentionPlan, sinks: int) -> Tensor | None:
-    """(B or 1, n): indices of the keys that queries see beyond their window."""
-    if plan.key.is_global is not None and "is_global" in plan.pattern.fields:
-        n = int(plan.key.is_global.sum(-1).max())
-        return plan.key.is_global.int().argsort(dim=-1, descending=True, stable=True)[:, :n] if n else None
-    length = plan.key.position.shape[-1]
-    return torch.arange(min(sinks, length), device=plan.key.position.device)[None] if sinks else None
+    """(B or 1, n): indices of the keys that queries see beyond their window, filled up with others."""
+    position = plan.key.position
+    seen = (position >= 0) & (position < sinks)
+    if _reads_global(plan):
+        seen = seen | plan.key.is_global
+    return _indices(seen)
+
+
+def _indices(marked: Tensor) -> Tensor | None:
+    """(B, n): where each row is marked, filled up with other places to the largest number; None if nowhere."""
+    n = int(marked.sum(-1).max())
+    return marked.int().argsort(dim=-1, descending=True, stable=True)[:, :n] if n else None
+
+
+def _reads_global(plan: AttentionPlan) -> bool:
+    return plan.key.is_global is not None and "is_global" in plan.pattern.fields
 
 
 def _with_global_queries(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
-    if plan.query.is_global is None or "is_global" not in plan.pattern.fields:
+    rows = _indices(plan.query.is_global) if _reads_global(plan) else None
+    if rows is None:
         return out
-    n = int(plan.query.is_global.sum(-1).max())
-    if not n:
-        return out
-    rows = plan.query.is_global.int().argsort(dim=-1, descending=True, stable=True)[:, :n]
     mask = visible(plan.pattern, _gather(plan.query, rows), plan.key)
     picked = rows[:, None, :, None]
     full = dot_product(_pick(q, rows), k, v, mask[:, None], scoring)
