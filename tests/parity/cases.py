@@ -260,11 +260,13 @@ Make = Callable[[c.ModelConfig, np.random.Generator], Arrays]
 
 
 def inputs(config: c.ModelConfig, kind: str, seed: int = 0, batch: int = 2, length: int = 11) -> Arrays | None:
-    """Inputs of a kind for this model, or None where the kind does not apply."""
+    """Inputs of a kind for this model, or None where the kind does not apply; long enough for BigBird to be sparse."""
     rng = np.random.default_rng(seed)
+    blocks = [block for stack in config.stacks.values() for block in stack.blocks]
+    length = max(length, *(getattr(block.attention.pattern, "dense_below", 0) + 1 for block in blocks))
     both = config.encoder is not None and config.decoder is not None
     given: Arrays = {"tokens": rng.integers(0, config.vocab_size, (batch, length))}
-    reads = frozenset().union(*(b.attention.pattern.fields for s in config.stacks.values() for b in s.blocks))
+    reads = frozenset().union(*(block.attention.pattern.fields for block in blocks))
     if both:
         given["source"] = rng.integers(0, config.vocab_size, (batch, length - 2))
     if "prefix_length" in reads:

@@ -100,7 +100,7 @@ def possible(row: Sequence[str]) -> bool:
         zip(("positions", "pattern", "heads", "ffn", "norm", "residual", "topology", "kind"), row, strict=False)
     )
     positions, pattern, topology = filled["positions"], filled.get("pattern"), filled.get("topology")
-    if positions == "transformer-xl" and pattern is not None and not PATTERNS[pattern].causal:
+    if positions == "transformer-xl" and pattern is not None and PATTERNS[pattern].reach().ahead != 0:
         return False
     if filled.get("heads") == "latent" and not positions.startswith("rotary"):
         return False
@@ -208,7 +208,7 @@ def test_every_pair_of_choices(row: Row) -> None:
 def test_the_rules_exclude_what_they_say_and_nothing_else() -> None:
     """Counted by hand: 9 axis pairs of xl with patterns that look ahead, and so on."""
     everything = sum(len(AXES[i]) * len(AXES[j]) for i, j in itertools.combinations(range(len(AXES)), 2))
-    looking_ahead = sum(not pattern.causal for pattern in PATTERNS.values())
+    looking_ahead = sum(pattern.reach().ahead != 0 for pattern in PATTERNS.values())
     unturned = sum(not name.startswith("rotary") for name in POSITIONS)
     encoder_decoder = 2 + 1  # the two parallel residuals, and packing
     assert len(possible_pairs()) == everything - looking_ahead - unturned - encoder_decoder

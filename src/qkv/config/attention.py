@@ -155,7 +155,7 @@ def _position_problems(positions: Positions, width: int, pattern: Pattern) -> It
         yield "positions", f"{positions.kind!r} is added to embeddings: set it at embedding.positions, and 'none' here"
     if isinstance(positions, Rotary):
         yield from ((f"positions.{path}", what) for path, what in positions.misfits(width))
-    if positions.kind == "transformer-xl" and not pattern.causal:
+    if positions.kind == "transformer-xl" and pattern.reach().ahead != 0:
         yield "positions", f"'transformer-xl' knows distances to the past only: not with pattern {pattern.kind!r}"
 
 

@@ -27,6 +27,8 @@ class Parameter:
     role: Role
     heads: int = 1
     """How many heads share the rows of a query, key or value projection (T5 initialises by the width of one)."""
+    inputs: int | None = None
+    """What counts as `fan_in` where it is not the last axis."""
 
     @property
     def size(self) -> int:
@@ -36,7 +38,7 @@ class Parameter:
     @property
     def fan_in(self) -> int:
         """The width that one output sums over."""
-        return self.shape[-1]
+        return self.shape[-1] if self.inputs is None else self.inputs
 
     @property
     def fan_out(self) -> int:

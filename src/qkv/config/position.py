@@ -251,7 +251,7 @@ class T5Buckets(Positions):
             yield "max_distance", f"must exceed the {exact} exact distances, got {self.max_distance}"
 
     def parameters(self, sizes: Sizes) -> Table:
-        return {"weight": Parameter((self.n_buckets, sizes.n_heads), "relative_embedding")}
+        return {"weight": Parameter((self.n_buckets, sizes.n_heads), "relative_embedding", inputs=sizes.d_model)}
 
 
 class Shaw(Positions):

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from qkv import config as c
 from qkv.errors import DataError
 from qkv.nn.context import Context
-from qkv.nn.registry import implements
-from qkv.nn.rotary import scaling_rule
+from qkv.nn.registry import implementation, implements
 
 
 class Scheme(nn.Module):
@@ -100,7 +99,7 @@ class Rotary(Scheme):
     def __init__(self, config: c.Rotary, sizes: c.Sizes) -> None:
         super().__init__(config, sizes)
         self.width = config.width(sizes.head_dim)
-        self.rule = scaling_rule(config.scaling)
+        self.rule = implementation(type(config.scaling))
 
     def table(self, ctx: Context) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B or 1, 1, T, width): both elements of a pair have the same."""

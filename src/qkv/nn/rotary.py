@@ -2,66 +2,59 @@
 
 A rule gets 2i/d of every pair in float64 and the `length` (B, T) of each token's row, and answers with the angle per
 position and the factor that multiplies cosines and sines. Three rules depend on the length, so that their answer has
-leading axes (B, T); the others' is (d/2,).
+leading axes (B, T); the others' is (d/2,). The config classes name the papers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import singledispatch
 
 import torch
 from torch import Tensor
 
 from qkv import config as c
-from qkv.errors import ConfigError
+from qkv.nn.registry import implements
 
 Answer = tuple[Tensor, Tensor | float]
 
 
-@singledispatch
-def scale(rule: c.RotaryScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
-    """The rule's frequencies and factor; `pair` is 2i/d. A new rule registers its function here."""
-    raise ConfigError(f"{type(rule).__name__} has no torch function: register one with qkv.nn.rotary.scale.register")
-
-
-def scaling_rule(scaling: c.RotaryScaling) -> Callable[[c.RotaryScaling, float, Tensor, Tensor], Answer]:
-    """The function of this scaling, looked up once: a compiled forward cannot dispatch."""
-    return scale.dispatch(type(scaling))
-
-
-@scale.register
-def _(rule: c.NoScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+@implements(c.NoScaling)
+def as_trained(rule: c.NoScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    """theta^(-2i/d)."""
     return theta**-pair, 1.0
 
 
-@scale.register
-def _(rule: c.LinearScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+@implements(c.LinearScaling)
+def linear(rule: c.LinearScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    """Every frequency divided."""
     return theta**-pair / rule.factor, 1.0
 
 
-@scale.register
-def _(rule: c.NtkScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+@implements(c.NtkScaling)
+def ntk(rule: c.NtkScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    """A larger theta."""
     return (theta * _ntk(pair, rule.factor)) ** -pair, 1.0
 
 
-@scale.register
-def _(rule: c.DynamicNtkScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+@implements(c.DynamicNtkScaling)
+def dynamic_ntk(rule: c.DynamicNtkScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    """A theta that grows with the row."""
     ratio = length.double() / rule.original_max_seq_len
     growth = (rule.factor * ratio - (rule.factor - 1)).clamp(min=1)
     return (theta * _ntk(pair, growth))[..., None] ** -pair, 1.0
 
 
-@scale.register
-def _(rule: c.QwenDynamicScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+@implements(c.QwenDynamicScaling)
+def qwen_dynamic(rule: c.QwenDynamicScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    """A theta that grows in steps, as the row doubles."""
     doublings = (length.double() / rule.original_max_seq_len).log2() + 1
     growth = (2 ** doublings.ceil() - 1).clamp(min=1)
     return (theta * _ntk(pair, growth))[..., None] ** -pair, 1.0
 
 
-@scale.register
-def _(rule: c.YarnScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+@implements(c.YarnScaling)
+def yarn(rule: c.YarnScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    """Fast pairs kept, slow pairs divided, a ramp over pair indices between."""
     plain = theta**-pair
     width = 2 * len(pair)
 
@@ -78,8 +71,9 @@ def _(rule: c.YarnScaling, theta: float, pair: Tensor, length: Tensor) -> Answer
     return plain * (1 - ramp) + plain / rule.factor * ramp, yarn_attention_factor(rule)
 
 
-@scale.register
-def _(rule: c.Llama3Scaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+@implements(c.Llama3Scaling)
+def llama3(rule: c.Llama3Scaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    """Fast pairs kept, slow pairs divided, a ramp over wavelengths between."""
     plain = theta**-pair
     wavelengths = rule.original_max_seq_len * plain / (2 * math.pi)  # how many fit the trained length
     share = (wavelengths - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
@@ -87,8 +81,9 @@ def _(rule: c.Llama3Scaling, theta: float, pair: Tensor, length: Tensor) -> Answ
     return plain * kept + plain / rule.factor * (1 - kept), 1.0
 
 
-@scale.register
-def _(rule: c.LongRopeScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+@implements(c.LongRopeScaling)
+def longrope(rule: c.LongRopeScaling, theta: float, pair: Tensor, length: Tensor) -> Answer:
+    """Each pair divided by its own factor, one list for short rows and one for long."""
     short, long = (
         torch.tensor(f, dtype=torch.float64, device=pair.device) for f in (rule.short_factor, rule.long_factor)
     )
