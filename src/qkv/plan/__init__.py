@@ -1,0 +1,16 @@
+"""What a config says of its model before any tensor exists: the operations that it runs. No torch, no NumPy."""
+
+from qkv.plan.operations import operations
+from qkv.plan.program import Dim, Operation, Section, Value
+from qkv.plan.tensors import TensorGroup, index_ranges, tensor_groups
+
+__all__ = [
+    "Dim",
+    "Operation",
+    "Section",
+    "TensorGroup",
+    "Value",
+    "index_ranges",
+    "operations",
+    "tensor_groups",
+]

@@ -1,0 +1,95 @@
+"""`qkv demo`: the whole job at three steps, and what happens on Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+import qkv
+import qkv.train
+from qkv.cli import demo
+from qkv.text import language_reference
+
+from .helpers import Result
+
+CODE = "import sys; from qkv.cli import main; sys.argv = ['qkv', *sys.argv[1:]]; main()"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(language_reference()[:30_000])
+    return path
+
+
+def figures(out: str) -> dict[str, float]:
+    """The table of bits per byte."""
+    return {name: float(value) for name, value in re.findall(r"^  (\S.*?)  +(\d\.\d{3})$", out, flags=re.M)}
+
+
+def test_the_whole_job(text: Path, tmp_path: Path) -> None:
+    options = ("--steps", "3", "--data", str(text), "--out", str(tmp_path / "runs" / "small"))
+    out = subprocess.check_output(
+        [sys.executable, "-c", CODE, "demo", *options],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True,
+        timeout=120,
+    )
+    bits = figures(out)
+    assert list(bits) == ["before training", "order-3 n-gram", "after training"]
+    assert bits["after training"] < bits["before training"] - 0.1
+    assert 1 < bits["order-3 n-gram"] < 5
+    losses = [float(loss) for loss in re.findall(r"held-out loss (\d\.\d+)", out)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    lm = qkv.load(tmp_path / "runs" / "small")
+    shown = out.split("loaded again")[1].split("a sample:\n")[1].split("\n\nBits")[0]
+    prompt = re.findall(r"^  \| (.{10})", shown)[0]
+    assert lm.generate(prompt, 3, temperature=0).finish_reason == "length"
+    following = out.split("What to try next:\n")[1].splitlines()
+    assert len(following) == 3
+    assert all(line.startswith("  qkv ") for line in following)
+
+
+def test_ctrl_c_keeps_what_was_learnt(
+    command: Callable[..., Result], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = qkv.train.random_windows
+
+    def interrupted(*arguments: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, batch in enumerate(windows(*arguments), start=1):
+            if number == 3:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    monkeypatch.setattr(qkv.train, "random_windows", interrupted)
+    monkeypatch.setattr(demo, "_SAMPLE", 4)
+    before = signal.getsignal(signal.SIGINT)
+    shown = command("demo", "--steps", "1000", "--data", str(text), "--out", str(tmp_path / "m"))
+    assert shown.code == 0
+    assert "interrupted: keeping what was learnt so far" in shown.out
+    assert "After 3 steps" in shown.out
+    assert figures(shown.out)["after training"] < figures(shown.out)["before training"]
+    assert qkv.load(tmp_path / "m").config.vocab_size == 256
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_ends_the_program() -> None:
+    with demo._interrupts() as asked:
+        signal.raise_signal(signal.SIGINT)
+        assert asked == [signal.SIGINT]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_control_characters_never_reach_the_terminal() -> None:
+    assert demo._indented("a\x1b[2J\r\x07b\nc") == "  | a·[2J··b\n  | c"
