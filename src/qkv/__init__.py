@@ -28,6 +28,7 @@ _HOME = {
     "load": "qkv.model",
     "TextModel": "qkv.model",
     "capture": "qkv.nn.capture",
+    "verify": "qkv.verify",
 }
 
 __all__ = [
@@ -48,10 +49,12 @@ __all__ = [
     "presets",
     "reference",
     "register",
+    "verify",
 ]
 
 if TYPE_CHECKING:
     from qkv import config, reference
+    from qkv import verify as verify
     from qkv.config import ModelConfig
     from qkv.config.presets import preset, presets
     from qkv.errors import (

@@ -54,8 +54,11 @@ def our_logits(model: Transformer, tokens: Tensor, valid: Tensor) -> Tensor:
 def randomised(model: nn.Module) -> nn.Module:
     """Every parameter drawn anew, so that no tensor is one or zero by default; in evaluation mode."""
     torch.manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 and "norm" in str(parameter) else 0.0, 0.15)
+    for name, parameter in model.named_parameters():
+        # Norm weights scatter around what they start from: one, or zero where the peer adds one (Gemma). The width
+        # keeps attention far from uniform: with scores near zero no output would tell a scale or an angle from another.
+        centre = float(parameter.detach().flatten()[0]) if parameter.ndim == 1 and name.endswith("weight") else 0.0
+        nn.init.normal_(parameter, centre, 0.3)
     return model.eval()
 
 

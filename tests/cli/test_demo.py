@@ -84,6 +84,15 @@ def test_ctrl_c_keeps_what_was_learnt(
 
 
 def test_a_second_ctrl_c_ends_the_program() -> None:
+    # A shell starts background jobs with the interrupt ignored; here it is as in a terminal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        _two_interrupts()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _two_interrupts() -> None:
     with demo._interrupts() as asked:
         signal.raise_signal(signal.SIGINT)
         assert asked == [signal.SIGINT]

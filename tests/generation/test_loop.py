@@ -9,7 +9,7 @@ import torch
 import qkv
 import qkv.config as c
 from qkv.errors import GenerationError
-from qkv.generate import continuation
+from qkv.generate import continuation, draw
 from qkv.text import ByteTokenizer
 
 
@@ -27,6 +27,12 @@ def byte_model(**changes: object) -> qkv.TextModel:
 
 def test_each_token_follows_from_all_before_it() -> None:
     assert list(continuation(next_is_last_plus_one, [7], 5, temperature=1.0, seed=0)) == [8, 9, 0, 1, 2]
+
+
+def test_each_draw_has_the_number_of_its_position() -> None:
+    flat = np.zeros(1000)
+    tokens = list(continuation(lambda _: flat, [7, 7, 7], 5, temperature=1.0, seed=4))
+    assert tokens == [draw(flat, 1.0, 4, position) for position in range(3, 8)]
 
 
 def test_the_prompt_is_left_as_it_is() -> None:

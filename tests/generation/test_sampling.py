@@ -7,6 +7,7 @@ import pytest
 
 from qkv.errors import GenerationError
 from qkv.generate import draw
+from qkv.generate.sampling import chosen
 
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
 
@@ -33,6 +34,13 @@ def test_tokens_come_as_often_as_their_probability(temperature: float) -> None:
 def test_a_token_of_no_probability_never_comes() -> None:
     logits = np.array([-np.inf, 0.0, -np.inf, 0.0, -np.inf])
     assert set(np.flatnonzero(frequencies(logits, 1.0, 500))) == {1, 3}
+
+
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.24, 1), (0.25, 3), (1 - 2**-53, 3)])
+def test_the_ends_of_the_range_fall_on_tokens_that_can_come(uniform: float, token: int) -> None:
+    for total in (1.0, 1.1, 3.0, 7e-5):
+        cumulative = np.array([0.0, 0.25, 0.25, 1.0, 1.0]) * total
+        assert chosen(cumulative, uniform) == token
 
 
 def test_large_logits_do_not_overflow() -> None:

@@ -13,7 +13,7 @@ from parity.test_backends import PATTERNS
 from parity.test_forward import deviation, float32_weights, model_with, tensors
 from qkv import config as c
 from qkv.config import ModelConfig
-from qkv.config.presets import preset
+from qkv.config.presets import preset, presets
 from qkv.errors import ConfigError
 from qkv.nn import Transformer, capture
 
@@ -21,11 +21,17 @@ pytestmark = pytest.mark.unhooked
 EVERY = np.ones((2, 11), dtype=bool)
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "bert-base-uncased", "t5-small"])
+# Experts, adaptive tables and global tokens sort tokens by their data, which no graph without breaks can.
+SORTS = ("mixture-of-experts", '"adaptive"', '"global_projections": true')
+COMPILE = ("llama-3.1-8b", "bert-base-uncased", "t5-small", "mistral-7b", "gemma-3-270m")
+REST = [name for name in presets() if name not in COMPILE and not any(s in preset(name).to_json() for s in SORTS)]
+
+
+@pytest.mark.parametrize("name", [*COMPILE, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
 def test_the_whole_model_is_one_graph(name: str) -> None:
     config = preset(name).toy()
     model = model_with(config, float32_weights(config), torch.float32)
-    given = inputs(config, "plain")
+    given = inputs(config, "plain", length=30)
     assert given is not None
     graphs: list[torch.fx.GraphModule] = []
 
@@ -39,7 +45,7 @@ def test_the_whole_model_is_one_graph(name: str) -> None:
         expected, found = model(**tensors(given)), compiled(**tensors(given))
         compiled(**tensors(given))
     assert len(graphs) == 1
-    assert deviation(expected.hidden.double().numpy(), found.hidden, EVERY) < 1e-6
+    assert deviation(expected.hidden.double().numpy(), found.hidden, np.ones((2, 30), dtype=bool)) < 1e-6
 
 
 def test_the_compiled_kernels_agree_too() -> None:

@@ -24,6 +24,7 @@ _TO_MODEL = _MODEL | {"model", "extend", "reference", "plan"}
 
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
+    "callable": set(),
     "config": {"errors"},
     "reference": _CONFIG,
     "text": _CONFIG,
@@ -38,7 +39,7 @@ LAYERS: dict[str, set[str]] = {
     "model": _MODEL,
     "evaluate": _TO_MODEL,
     "train": _TO_MODEL | {"evaluate"},
-    "verify": _TO_MODEL,
+    "verify": _TO_MODEL | {"callable"},
     "lens": _TO_MODEL,
     "lab": _TO_MODEL,
     "serve": _TO_MODEL,

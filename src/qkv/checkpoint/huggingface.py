@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qkv.checkpoint import torch_bin
 from qkv.checkpoint.families import FAMILIES
-from qkv.checkpoint.rules import to_ours, to_theirs
-from qkv.checkpoint.safetensors import SINGLE, Array, read_folder
+from qkv.checkpoint.rules import respelled, to_ours, to_theirs
+from qkv.checkpoint.safetensors import INDEX, SINGLE, Array, read_folder
 from qkv.checkpoint.safetensors import write as write_file
 from qkv.checkpoint.template import Family, Json, Keys, read, write
-from qkv.config import ModelConfig
+from qkv.config import Block, ModelConfig, MultiHead
 from qkv.errors import CheckpointError, ConfigError
 
 # Keys of every config.json that say nothing about what the model computes.
@@ -63,16 +64,38 @@ def read_config(data: Mapping[str, Any], where: str = "config.json") -> ModelCon
 
 def write_config(config: ModelConfig, family: Family) -> Json:
     """Their config from ours; refused if reading it again would give another model."""
+    unlike = [name for name in ("encoder", "decoder") if (name in family.template) != (name in config.stacks)]
+    if unlike:
+        raise CheckpointError(f"{family.name} cannot express this model: it would lose or gain {', '.join(unlike)}")
     out: Json = {"architectures": [family.architecture], "model_type": family.model_types[0], **family.must}
     write(family.template, config.to_dict(), out)
     try:
         again = read_config(out)
     except CheckpointError as error:
         raise CheckpointError(f"{family.name} cannot express this model: {error}") from None
-    if again != config:
-        lost = ", ".join(_differences(config.to_dict(), again.to_dict()))
+    lost = ", ".join(_differences(_canonical(config), _canonical(again)))
+    if lost:
         raise CheckpointError(f"{family.name} cannot express this model: it would lose {lost}")
     return out
+
+
+def _canonical(config: ModelConfig) -> Json:
+    """The config with one spelling for each model: every layer written out, defaults of attention said."""
+    tree = config.to_dict()
+    for name, stack in config.stacks.items():
+        tree[name] = {"norm": tree[name]["norm"], "layers": [_canonical_block(block) for block in stack.blocks]}
+    return tree
+
+
+def _canonical_block(block: Block) -> Json:
+    tree = block.to_dict()
+    for name in ("attention", "cross_attention"):
+        attention = getattr(block, name)
+        if attention is not None:
+            tree[name]["scale"] = attention.score_scale
+        if isinstance(attention, MultiHead):
+            tree[name]["n_kv_heads"] = attention.kv_heads
+    return tree
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
@@ -95,34 +118,49 @@ def read_model(folder: Path) -> tuple[ModelConfig, dict[str, Array]]:
         raise CheckpointError(f"{path}: not JSON ({error})") from None
     family, config = family_of(data, str(path)), read_config(data, str(path))
     try:
-        tensors = to_ours(config, family.rules, read_folder(folder), ignored=family.ignored, tied=family.tied)
+        theirs = respelled(_stored(folder), family.spellings)
+        tensors = to_ours(config, family.rules, theirs, ignored=family.ignored, tied=family.tied)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     return config, tensors
 
 
-def family_for(config: ModelConfig) -> Family:
-    """The first family that can express this model."""
+def _stored(folder: Path) -> dict[str, Array]:
+    """The tensors of a folder: its safetensors, or, where there are none, its older `.bin` files."""
+    has_safetensors = (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+    return torch_bin.read_folder(folder) if not has_safetensors and torch_bin.found(folder) else read_folder(folder)
+
+
+def family_for(config: ModelConfig, name: str | None = None) -> Family:
+    """The family of this name, or the first one that can express this model."""
     reasons = []
-    for family in FAMILIES:
+    families = [family for family in FAMILIES if name in (None, family.name)]
+    if not families:
+        raise CheckpointError(f"family {name!r} is not known; choose one of {', '.join(f.name for f in FAMILIES)}")
+    for family in families:
         try:
             write_config(config, family)
         except CheckpointError as error:
             reasons.append(str(error))
         else:
             return family
-    raise CheckpointError(f"no family can express this model; save in qkv's own format ({reasons[0]})")
+    nearest = min(reasons, key=len)  # the one that would lose least
+    raise CheckpointError(f"no family can express this model; save in qkv's own format (nearest: {nearest})")
 
 
-def to_folder(config: ModelConfig, tensors: Mapping[str, Array]) -> tuple[Json, dict[str, Array]]:
+def to_folder(
+    config: ModelConfig, tensors: Mapping[str, Array], family_name: str | None = None
+) -> tuple[Json, dict[str, Array]]:
     """Their config.json and tensors of one of our models."""
-    family = family_for(config)
+    family = family_for(config, family_name)
     return write_config(config, family), to_theirs(config, family.rules, tensors)
 
 
-def write_folder(folder: Path, config: ModelConfig, tensors: Mapping[str, Array]) -> None:
-    """Save a model as a folder that `transformers` reads; refused if no family can express it."""
-    data, theirs = to_folder(config, tensors)
+def write_folder(
+    folder: Path, config: ModelConfig, tensors: Mapping[str, Array], family_name: str | None = None
+) -> None:
+    """Save a model as a folder that `transformers` reads, as the family it came from or the first that fits."""
+    data, theirs = to_folder(config, tensors, family_name)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     write_file(folder / SINGLE, theirs, {"format": "pt"})

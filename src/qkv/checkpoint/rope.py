@@ -40,16 +40,16 @@ class Rope(Leaf):
     default_fraction: float = 1.0
 
     def read(self, keys: Keys) -> Json:
-        parameters = keys.get("rope_parameters", None)
-        if parameters is None:
+        parameters = dict(keys.get("rope_parameters", None) or {})
+        if not parameters:
             parameters = dict(keys.get("rope_scaling", None) or {})
             parameters.setdefault("rope_theta", keys.get("rope_theta", self.theta))
         else:
             keys.read |= {"rope_theta", "rope_scaling"}
-        fraction = parameters.pop("partial_rotary_factor", None) if isinstance(parameters, dict) else None
+        fraction = parameters.pop("partial_rotary_factor", None)
         if self.fraction is not None and fraction is None:
             fraction = keys.get(self.fraction, self.default_fraction)
-        return self.from_parameters(dict(parameters), keys, 1.0 if fraction is None else fraction)
+        return self.from_parameters(parameters, keys, 1.0 if fraction is None else fraction)
 
     def from_parameters(self, parameters: Json, keys: Keys, fraction: float = 1.0) -> Json:
         """Positions from one table of theta, type and numbers."""
@@ -76,6 +76,8 @@ class Rope(Leaf):
         return {"kind": "rotary", **turned, "scaling": {"kind": ours, **scaling}}
 
     def write(self, value: Any, out: Json) -> None:
+        if value is None or value.get("kind") != "rotary":
+            raise CheckpointError("their format turns queries and keys: positions must be 'rotary'")
         out["rope_theta"] = value["theta"]
         out["rope_scaling"] = self.to_scaling(value["scaling"])
         if self.fraction is not None:

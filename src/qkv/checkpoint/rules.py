@@ -30,11 +30,16 @@ class Rule:
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     ops: tuple[Op, ...]
+    unless: str | None
+    """One of our tensors: where the config has it, another rule speaks of these."""
 
-    def __init__(self, theirs: str | tuple[str, ...], ours: str | tuple[str, ...], *ops: Op) -> None:
+    def __init__(
+        self, theirs: str | tuple[str, ...], ours: str | tuple[str, ...], *ops: Op, unless: str | None = None
+    ) -> None:
         object.__setattr__(self, "theirs", (theirs,) if isinstance(theirs, str) else theirs)
         object.__setattr__(self, "ours", (ours,) if isinstance(ours, str) else ours)
         object.__setattr__(self, "ops", ops)
+        object.__setattr__(self, "unless", unless)
 
     @property
     def exact(self) -> bool:
@@ -60,6 +65,23 @@ class Tied:
 
 
 @dataclass(frozen=True)
+class Spelling:
+    """Another way in which files write names: what the pattern finds in a name is replaced (`re.sub`)."""
+
+    pattern: str
+    ours: str
+    """The family's own way, which its rules know and which is written."""
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A tensor that files may leave out because it equals another one."""
+
+    name: str
+    of: str
+
+
+@dataclass(frozen=True)
 class Application:
     """One rule at one place."""
 
@@ -80,7 +102,8 @@ def applications(config: ModelConfig, rules: tuple[Rule, ...]) -> Iterator[Appli
                 continue
             layer = found.groupdict().get("i")
             ours = tuple(template.replace("{i}", layer or "") for template in rule.ours)
-            if all(our in shapes for our in ours):
+            replaced = rule.unless is not None and rule.unless.replace("{i}", layer or "") in shapes
+            if all(our in shapes for our in ours) and not replaced:
                 place = Place(config, _block(config, name, layer), tuple(shapes[our] for our in ours))
                 yield Application(rule, _their_names(rule, layer, place), ours, place)
 
@@ -163,3 +186,20 @@ def to_theirs(config: ModelConfig, rules: tuple[Rule, ...], ours: Tensors) -> di
     if left:
         raise CheckpointError(f"this format has no place for {', '.join(left)}; save in qkv's own format")
     return theirs
+
+
+def respelled(theirs: Tensors, ways: tuple[Spelling | Fallback, ...]) -> dict[str, Array]:
+    """Their tensors under the names that the family's rules know, with what the file left out filled in."""
+    written: dict[str, str] = {}
+    for name in theirs:
+        known = name
+        for way in ways:
+            if isinstance(way, Spelling):
+                known = re.sub(way.pattern, way.ours, known)
+        if known in written:
+            raise CheckpointError(f"{written[known]} and {name} are two names of one tensor; remove one of them")
+        written[known] = name
+    for way in ways:
+        if isinstance(way, Fallback) and way.name not in written and way.of in written:
+            written[way.name] = written[way.of]
+    return {known: theirs[name] for known, name in written.items()}

@@ -151,6 +151,8 @@ class Family:
     """Keys that say nothing about the computation."""
     ignored: tuple[Any, ...] = ()
     tied: tuple[Any, ...] = ()
+    spellings: tuple[Any, ...] = ()
+    """Other ways in which published files write the tensors' names (`rules.Spelling`, `rules.Fallback`)."""
 
 
 def read(template: Any, keys: Keys) -> Any:

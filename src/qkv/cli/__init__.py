@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from qkv.cli import demo, generate, presets, schema, show
+from qkv.cli import demo, generate, presets, schema, show, verify
 from qkv.errors import QkvError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("show")(show.command)
 app.command("presets")(presets.command)
 app.command("schema")(schema.command)
 app.command("generate")(generate.command)
+app.command("verify")(verify.command)
 
 
 def main() -> None:

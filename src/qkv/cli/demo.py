@@ -65,7 +65,7 @@ def command(
     print(f"  after training     {after.bits_per_token:.3f}")
     print("\nWhat to try next:")
     print(f'  qkv generate {out} "The with statement"')
-    print("  qkv demo --data FILE      (any text file; --seconds 600 for a better model)")
+    print("  qkv demo --data FILE      (any text file; --steps 8000 --seconds 600 for a better model)")
     print("  qkv show llama-3-8b       (a published model: its tensors and operations)")
 
 

@@ -25,5 +25,11 @@ def draw(logits: npt.NDArray[np.floating], temperature: float, seed: int, positi
     scaled = logits.astype(np.float64) / temperature
     cumulative = np.exp(scaled - scaled.max()).cumsum()
     uniform = np.random.Generator(np.random.Philox(key=seed, counter=position)).random()
-    # `right`: the first token whose cumulative sum exceeds the draw, so that a token of probability 0 is never taken.
-    return int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
+    return chosen(cumulative, uniform)
+
+
+def chosen(cumulative: npt.NDArray[np.float64], uniform: float) -> int:
+    """The first token whose cumulative weight exceeds `uniform` (in [0, 1)) times the total: never one of weight 0."""
+    total = cumulative[-1]
+    place = min(uniform * total, np.nextafter(total, 0))  # the product may round up to the total
+    return int(cumulative.searchsorted(place, side="right"))

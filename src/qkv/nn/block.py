@@ -128,6 +128,7 @@ class Stack(nn.Module):
 
     def forward(self, x: Hidden, ctx: Context) -> Hidden:
         ctx.shared = self.shared
+        ctx.tap(self, "input", x)
         for layer in self.layers:
             ctx.tap(layer, "input", x)
             x = ctx.tap(layer, "output", layer(x, ctx))

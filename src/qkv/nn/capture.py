@@ -6,8 +6,8 @@
 
 Names are module paths and a point inside the module; `*` matches any run of characters. Points: attention `q k v`
 (after positions), `weights`, `context` (before the output projection); feed-forward `hidden`, `routing`; blocks
-`input`, `attention`, `cross_attention`, `ffn` (what each sublayer adds), `output`; `embed.output`; `encoder.output`,
-`decoder.output`; `head.logits`.
+`input`, `attention`, `cross_attention`, `ffn` (what each sublayer adds), `output`; stacks `input` (the embedding) and
+`output`: `encoder.input`, `decoder.output`; `head.logits`.
 
 Asking for weights never changes the output: they are computed anew from the same queries and keys.
 """

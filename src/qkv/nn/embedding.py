@@ -73,4 +73,4 @@ class Embedding(nn.Module):
             hidden = hidden + position
         if self.segments is not None:
             hidden = hidden + self.segments(torch.zeros_like(tokens) if segments is None else segments)
-        return ctx.tap(self, "output", F.dropout(self.norm(hidden), self.dropout, self.training))
+        return F.dropout(self.norm(hidden), self.dropout, self.training)

@@ -1,9 +1,9 @@
 """The demo's experiment: a small Llama on the bytes of a text, beside an n-gram model of the same bytes.
 
 The model is Llama's block (RMS norm first, rotary positions, grouped keys, SwiGLU) at d_model 128, 4 layers, with the
-256 bytes as vocabulary: 820,352 parameters, trained on 10,000 to 20,000 bytes a second by two cores. Sizes and rates
-were chosen by the held-out text, for two minutes of training: at d_model 192 the same time reaches 2.03 bits per byte in
-place of 1.87, since fewer steps fit.
+256 bytes as vocabulary: 820,352 parameters, on which two cores train 20,000 bytes a second. Sizes and rates were chosen
+by the held-out text for two minutes of training: 2,000 steps reach 1.80 bits per byte; d_model 192 reaches 2.0 in the
+same time, since fewer steps fit, and dropout of 0.1 costs 0.02.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Texts:
         return float(-np.log2(ngram.probabilities(self.held_out.numpy())[1:]).mean())
 
     def prompt(self) -> str:
-        """A few words from the start of the held-out text, whole characters only."""
-        words = bytes(self.held_out[:80].tolist()).decode(errors="ignore").split()
-        return " ".join(words[1:6]) or "The"
+        """The start of the held-out text: a few whole words, or characters where no spaces part words."""
+        start = bytes(self.held_out[:80].tolist()).decode(errors="ignore")
+        return " ".join(start.split()[1:6]) or start.strip()[:12] or "The"
 
 
 def prepared(text: str, name: str) -> Texts:

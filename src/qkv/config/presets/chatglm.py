@@ -24,7 +24,9 @@ def chatglm(max_seq_len: int) -> ModelConfig:
         positions=Rotary(theta=10_000.0, fraction=0.5, layout="pairs"),
         qkv_bias=True,
     )
-    return llama(4096, 28, attention, d_ff=13_696, vocab_size=65_024, max_seq_len=max_seq_len, eps=1e-5)
+    config = llama(4096, 28, attention, d_ff=13_696, vocab_size=65_024, max_seq_len=max_seq_len, eps=1e-5)
+    # Its norms round after the weight has multiplied, unlike Llama's.
+    return config.override({"decoder.layers.*.norm.cast": "after", "decoder.norm.cast": "after"})
 
 
 # config.json of THUDM/chatglm2-6b and THUDM/chatglm3-6b: they differ in `seq_length` alone (and in their training).

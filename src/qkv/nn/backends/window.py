@@ -31,6 +31,8 @@ class Window(Backend):
             return f"pattern {plan.pattern.kind!r} has no bounded reach"
         if not plan.contiguous or q.shape[2] != k.shape[2]:
             return "explicit positions or gaps between valid tokens leave no band of keys"
+        if torch.compiler.is_compiling() and (_reads_global(plan) or (reach.sinks and not _sinks_lead(plan))):
+            return "how many keys everybody sees depends on the data, which a compiled graph cannot"
         return None
 
     def worthwhile(self, q: Tensor, plan: AttentionPlan) -> bool:
@@ -62,10 +64,17 @@ class Window(Backend):
 def _seen_by_all(plan: AttentionPlan, sinks: int) -> Tensor | None:
     """(B or 1, n): indices of the keys that queries see beyond their window, filled up with others."""
     position = plan.key.position
+    if not _reads_global(plan) and (not sinks or _sinks_lead(plan)):
+        return torch.arange(min(sinks, position.shape[-1]), device=position.device)[None] if sinks else None
     seen = (position >= 0) & (position < sinks)
     if _reads_global(plan):
         seen = seen | plan.key.is_global
     return _indices(seen)
+
+
+def _sinks_lead(plan: AttentionPlan) -> bool:
+    """Whether every row is the same plain row, which begins with its sinks."""
+    return plan.contiguous and plan.key.document is None and plan.key.position.shape[0] == 1
 
 
 def _indices(marked: Tensor) -> Tensor | None:

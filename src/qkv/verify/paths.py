@@ -1,0 +1,217 @@
+"""The paths that must agree, each as a function from a `Subject` to rows."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from qkv import reference
+from qkv.config import AdaptiveTable, MixtureOfExperts, ModelConfig, NoHead, NoNorm
+from qkv.errors import BackendError, CheckpointError, DataError
+from qkv.nn import Transformer, capture
+from qkv.nn.backends import BACKENDS
+from qkv.verify.certificate import Row, compare
+from qkv.verify.sample import Sample, part_of, sample, truncated
+
+EXACT = 1e-9  # float64 paths: another order of summation, nothing else
+FLOAT32 = 1e-5  # float32 paths at least: rounding also happens inside their sums, which `bound` does not see
+LENGTH, BATCH = 24, 2
+
+
+@dataclass
+class Subject:
+    """The model under test (its first layers, if it is large), in float64 and float32."""
+
+    config: ModelConfig
+    model: Transformer
+    """As given: its own dtype."""
+
+    @cached_property
+    def exact(self) -> Transformer:
+        """In float64."""
+        return copy.deepcopy(self.model).double()
+
+    @cached_property
+    def fast(self) -> Transformer:
+        """In float32."""
+        return copy.deepcopy(self.model).float()
+
+    @cached_property
+    def weights(self) -> dict[str, object]:
+        """For the oracle."""
+        return {name: tensor.double().numpy() for name, tensor in self.model.state_dict().items()}
+
+    @cached_property
+    def inputs(self) -> Sample:
+        """What most paths are run on."""
+        return sample(self.config, BATCH, LENGTH, seed=0)
+
+    @cached_property
+    def expected(self) -> Tensor:
+        """The float64 model's result on them."""
+        return self.inputs.run(self.exact)
+
+    def bound(self, dtype: torch.dtype) -> float:
+        """4 x the deviation of the float64 model whose weights and module outputs are rounded to `dtype`: the worst of
+        three inputs."""
+        rounded = copy.deepcopy(self.exact)
+        worst = 0.0
+        with torch.no_grad():
+            for parameter in rounded.parameters():
+                parameter.copy_(parameter.to(dtype).double())
+        for module in rounded.modules():  # blocks too: their output is the residual stream
+            module.register_forward_hook(lambda _module, _args, out: _rounded(out, dtype))
+        for seed in range(3):
+            given = sample(self.config, BATCH, LENGTH, seed)
+            row = compare("", given.run(self.exact), given.run(rounded), 0.0)
+            worst = max(worst, row.deviation or 0.0)
+        return max(4 * worst, FLOAT32) if dtype == torch.float32 else 4 * worst
+
+
+def _rounded(out: object, dtype: torch.dtype) -> object:
+    return out.to(dtype).to(out.dtype) if isinstance(out, Tensor) and out.is_floating_point() else out
+
+
+def oracle(subject: Subject) -> Iterator[Row]:
+    """The float64 model against the NumPy oracle; a difference is traced to the first layer that has it."""
+    found = reference.run(subject.config, subject.weights, **subject.inputs.arrays())
+    result = found.hidden if found.logits is None else found.logits
+    row = compare("oracle = model, float64", torch.from_numpy(result), subject.expected, EXACT)
+    if row.verdict == "DIFFERS":
+        row = replace(row, where=f"{_first_deviation(subject)}; largest at {row.where}")
+    yield row
+
+
+def _first_deviation(subject: Subject) -> str:
+    """The first layer whose output differs from the oracle's, with the sublayer's owner; or the end of the model."""
+    with torch.no_grad(), capture(subject.exact, "*.layers.*.output") as trace:
+        subject.exact(subject.inputs.tokens, **subject.inputs.more)
+    stack = "decoder" if subject.config.decoder is not None else "encoder"
+    depth = subject.config.stacks[stack].n_layers
+    for layers in range(1, depth + 1):
+        bare = truncated(subject.config, layers) if stack == "encoder" or len(subject.config.stacks) == 1 else None
+        if bare is None:  # cut the decoder alone: its layers all see the whole encoder
+            cut = truncated(subject.config, layers).to_dict()[stack]
+            bare = subject.config.override({stack: cut})
+        bare = bare.override({"head": NoHead(), f"{stack}.norm": NoNorm()})
+        weights = {name: subject.weights[name] for name in bare.shapes()}
+        hidden = torch.from_numpy(reference.run(bare, weights, **subject.inputs.arrays()).hidden)
+        if compare("", hidden, trace[f"{stack}.layers.{layers - 1}.output"], EXACT).verdict == "DIFFERS":
+            return f"first in {stack}.layers.{layers - 1}"
+    return "first after the last layer (final norm or head)"
+
+
+def backends(subject: Subject) -> Iterator[Row]:
+    """Every attention backend that can serve the model; those without float64 in float32."""
+    tolerance = subject.bound(torch.float32)
+    for name in BACKENDS:
+        if name == "eager":
+            continue
+        for model, limit, word in ((subject.exact, EXACT, "float64"), (subject.fast, tolerance, "float32")):
+            try:
+                found = subject.inputs.run(model, backend=name)
+            except BackendError as error:
+                reason = str(error)
+                continue
+            expected = subject.inputs.run(model, backend="eager")
+            yield compare(f"eager = {name}, {word}", expected, found, limit)
+            break
+        else:
+            yield Row(f"eager = {name}", None, EXACT, note=reason.partition(": ")[2].partition("; capable")[0])
+
+
+def precision(subject: Subject) -> Iterator[Row]:
+    """float32 and bfloat16 against float64, within what rounding explains."""
+    for dtype, model in ((torch.float32, subject.fast), (torch.bfloat16, copy.deepcopy(subject.model).bfloat16())):
+        name = str(dtype).removeprefix("torch.")
+        yield compare(f"float64 = {name}", subject.expected, subject.inputs.run(model), subject.bound(dtype))
+
+
+def batching(subject: Subject) -> Iterator[Row]:
+    """A row alone, padded on either side, and packed with another document."""
+    length = LENGTH - 7
+    alone = subject.inputs.row(0, length)
+    expected = alone.run(subject.exact)
+    per_token = expected.ndim > 2 and expected.shape[1] == length
+    for side in ("right", "left"):
+        valid = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+        if side == "right":
+            valid[0, length:] = False
+            given = subject.inputs
+        else:
+            valid[0, : LENGTH - length] = False
+            given = Sample(subject.inputs.tokens.clone(), {n: v.clone() for n, v in subject.inputs.more.items()})
+            given.tokens[0, LENGTH - length :] = alone.tokens[0]
+            for name in ("segments", "global_tokens"):
+                if name in given.more:
+                    given.more[name][0, LENGTH - length :] = alone.more[name][0]
+        found = given.run(subject.exact, valid=valid)[:1]
+        found = found[:, valid[0]] if per_token else found
+        yield compare(f"alone = in a batch, padded on the {side}", expected, found, EXACT)
+    yield from _packing(subject, alone, expected, per_token)
+
+
+def _packing(subject: Subject, alone: Sample, expected: Tensor, per_token: bool) -> Iterator[Row]:
+    path = "alone = packed with another document"
+    if not per_token or len(subject.config.stacks) == 2:
+        yield Row(path, None, EXACT, note="one row is one document for this model")
+        return
+    other = subject.inputs.row(1, LENGTH - alone.tokens.shape[1])
+    tokens = torch.cat((alone.tokens, other.tokens), 1)
+    more = {n: v if n == "prefix_length" else torch.cat((v, other.more[n]), 1) for n, v in alone.more.items()}
+    documents = torch.arange(LENGTH)[None] // alone.tokens.shape[1]
+    found = Sample(tokens, more).run(subject.exact, documents=documents)[:, : alone.tokens.shape[1]]
+    yield compare(path, expected, found, EXACT)
+
+
+def compiled(subject: Subject) -> Iterator[Row]:
+    """One graph through torch.compile, float32; at most two layers, since it compiles every one."""
+    path = "eager = compiled, float32"
+    sorts = _sorts_by_data(subject.config)
+    if sorts is not None:
+        yield Row(path, None, 0.0, note=f"{sorts} sort tokens by their data, which no single graph can")
+        return
+    part = part_of(subject.fast, truncated(subject.config, 2))
+    torch._dynamo.reset()
+    try:
+        found = subject.inputs.run(torch.compile(part, fullgraph=True))  # type: ignore[arg-type]
+    except torch._dynamo.exc.TorchDynamoException as error:
+        yield Row(path, float("inf"), 0.0, note=f"does not compile: {str(error).strip().splitlines()[0]}")
+        return
+    yield compare(path, subject.inputs.run(part), found, subject.bound(torch.float32))
+
+
+def _sorts_by_data(config: ModelConfig) -> str | None:
+    """What in the model has shapes that depend on the data; None if nothing has."""
+    blocks = [block for stack in config.stacks.values() for block in stack.blocks]
+    if any(isinstance(block.ffn, MixtureOfExperts) for block in blocks):
+        return "experts"
+    if any("is_global" in block.attention.pattern.fields for block in blocks):
+        return "global tokens"
+    return "adaptive tables" if isinstance(config.embedding.tokens, AdaptiveTable) else None
+
+
+def saving(subject: Subject) -> Iterator[Row]:
+    """Saved and loaded again: the same bits."""
+    from qkv.model import load, save
+
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "model"
+        try:
+            save(subject.fast, target)
+        except (CheckpointError, DataError) as error:
+            yield Row("saved and loaded = itself", None, 0.0, note=str(error))
+            return
+        again: nn.Module = load(target).model
+        assert isinstance(again, Transformer)
+        yield compare("saved and loaded = itself", subject.inputs.run(subject.fast), subject.inputs.run(again), 0.0)
+
+
+PATHS: tuple[Callable[[Subject], Iterator[Row]], ...] = (oracle, backends, precision, batching, compiled, saving)

@@ -1,0 +1,149 @@
+"""The certificate passes for sound models of every topology, and each injected fault fails it and is located."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import qkv
+from parity.cases import CASES, attention, block, decoder
+from parity.test_forward import float32_weights, model_with
+from qkv import config as c
+from qkv.cli import app
+from qkv.config import ModelConfig
+from qkv.nn import Transformer
+from qkv.nn.position import Rotary
+from qkv.verify import Certificate, verify
+from qkv.verify.paths import Subject, backends, batching, oracle, precision, saving
+
+QUICK = (oracle, backends, precision, batching, saving)  # compiling has a test of its own, in the unhooked process
+
+
+def certificate(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> Certificate:
+    """Without compiling, and without FlexAttention, which compiles too."""
+    monkeypatch.setattr("qkv.verify.PATHS", QUICK)
+    monkeypatch.setattr("qkv.verify.paths.BACKENDS", {"flash": 0, "window": 0, "sdpa": 0, "eager": 0})
+    return verify(model)
+
+
+def built(config: ModelConfig) -> Transformer:
+    return model_with(config, float32_weights(config), torch.float32)
+
+
+WINDOWED = decoder(
+    block(attention=attention(pattern=c.SlidingWindow(window=5), positions=c.Rotary(theta=100.0))),
+    block(attention=attention(positions=c.Rotary(theta=100.0))),
+    n_layers=3,
+)
+SOUND = {
+    "windowed": WINDOWED,
+    **{name: CASES[name] for name in ("masked-lm", "encoder-decoder", "experts-v3", "longformer", "adaptive", "prefix",
+                                      "next-sentence", "rmsnorm-offset", "t5-buckets-own")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_model_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = certificate(built(SOUND[name]), monkeypatch)
+    assert result.passed, result.to_json()
+    ran = [row.path for row in result.rows if row.deviation is not None]
+    assert "oracle = model, float64" in ran
+    assert "saved and loaded = itself" in ran
+
+
+def wrong_layout(model: Transformer) -> None:
+    rotary = model.decoder.layers[1].attention.positions
+    assert isinstance(rotary, Rotary)
+    rotary.config = c.Rotary.from_dict({**rotary.config.to_dict(), "layout": "pairs"})
+
+
+def wrong_window(model: Transformer) -> None:
+    model.decoder.layers[0].attention.pattern = c.SlidingWindow(window=6)
+
+
+def unscaled_head(model: Transformer) -> None:
+    model.head.factor = 0.25  # as if T5's 1/sqrt(d_model) had been forgotten, or added
+
+
+def wrong_norm(model: Transformer) -> None:
+    model.decoder.layers[2].ffn_norm.offset = 1.0
+
+
+FAULTS: dict[str, tuple[Callable[[Transformer], None], str]] = {
+    "layout": (wrong_layout, "first in decoder.layers.1"),
+    "window": (wrong_window, "first in decoder.layers.0"),
+    "head": (unscaled_head, "first after the last layer"),
+    "norm": (wrong_norm, "first in decoder.layers.2"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught_and_located(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inject, where = FAULTS[name]
+    model = built(WINDOWED)
+    inject(model)
+    result = certificate(model, monkeypatch)
+    assert not result.passed
+    first = result.rows[0]
+    assert first.verdict == "DIFFERS"
+    assert first.deviation is not None
+    assert first.deviation > 1e-3
+    assert where in first.where
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_fault_exceeds_the_rounding_bound(dtype: torch.dtype) -> None:
+    """A bound that a fault could hide under would prove nothing."""
+    sound = Subject(WINDOWED, built(WINDOWED))
+    bound = sound.bound(dtype)
+    for inject, _ in FAULTS.values():
+        broken = built(WINDOWED).double()
+        inject(broken)
+        gap = (sound.inputs.run(broken) - sound.expected).abs().max() / sound.expected.abs().max()
+        assert gap > bound
+
+
+def test_the_package_is_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`qkv.verify` is a package by its place and a function by its name."""
+    monkeypatch.setattr("qkv.verify.PATHS", (oracle,))
+    assert qkv.verify(built(WINDOWED)).passed
+    assert qkv.verify.Certificate is Certificate
+
+
+def test_a_large_model_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkv.verify.LARGE", 1000)
+    result = certificate(built(WINDOWED), monkeypatch)
+    assert result.passed
+    assert "first 2 layers" in result.note
+
+
+def test_a_fault_below_the_cut_is_still_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkv.verify.LARGE", 1000)
+    model = built(WINDOWED)
+    wrong_window(model)
+    assert not certificate(model, monkeypatch).passed
+
+
+@pytest.mark.unhooked
+@pytest.mark.parametrize("name", ["windowed", "masked-lm"])
+def test_all_paths_with_compiling(name: str) -> None:
+    result = verify(built(SOUND[name]))
+    assert result.passed, result.to_json()
+    assert all(row.deviation is not None for row in result.rows if row.path in ("eager = compiled, float32",))
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    monkeypatch.setattr("qkv.verify.PATHS", (oracle, batching))
+    target = tmp_path / "certificate.json"
+    done = CliRunner().invoke(app, ["verify", "llama-3-8b", "--out", str(target)])
+    assert done.exit_code == 0, done.output
+    assert "oracle = model, float64" in done.output
+    written = json.loads(target.read_text())
+    assert written["passed"] is True
+    assert {row["verdict"] for row in written["rows"]} == {"equal"}
