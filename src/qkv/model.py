@@ -7,22 +7,26 @@ lm.generate("The with statement").text
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
-from qkv.checkpoint import native
+from qkv.checkpoint import huggingface, native
+from qkv.checkpoint.pull import PACKAGES, pulled
+from qkv.checkpoint.source import Source, read_source
 from qkv.config import Learned, ModelConfig
 from qkv.config.presets import preset
 from qkv.errors import CheckpointError, GenerationError
 from qkv.generate import Generation, continuation
-from qkv.nn import Transformer, initialise
+from qkv.nn import Output, Transformer, initialise
 from qkv.text import Tokenizer, tokenizer_from
+from qkv.text.pieces import PieceTokenizer
 
 
 def build(
@@ -45,27 +49,72 @@ def build(
 
 def save(model: Transformer, folder: str | PathLike[str], tokenizer: Tokenizer | None = None) -> None:
     """Write `model` as a folder that `load` reads; an older save there is replaced, anything else is refused."""
-    arrays = {name: _array(name, tensor) for name, tensor in model.state_dict().items()}
-    native.write(Path(folder), model.config, arrays, None if tokenizer is None else tokenizer.to_dict())
+    native.write(Path(folder), model.config, _arrays(model), None if tokenizer is None else tokenizer.to_dict())
 
 
 def load(
-    path: str | PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    path: str | PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> TextModel:
-    """A saved model, in evaluation mode. Its weights are mapped from disk, and read when they are first used."""
-    saved = native.read(Path(path))
-    model = _skeleton(saved.config)
-    weights = {name: torch.from_numpy(array) for name, array in saved.tensors.items()}
-    model.load_state_dict(weights, assign=True)
-    tokenizer = None if saved.tokenizer is None else tokenizer_from(saved.tokenizer)
-    return TextModel(model.to(device=device, dtype=dtype).eval(), tokenizer)
+    """A saved model of any format that `qkv.checkpoint.source` names, in evaluation mode.
+
+    Weights are mapped from disk, and read when they are first used. They keep the file's type unless `dtype` says
+    another: on a CPU a bfloat16 file runs several times faster as float32.
+    """
+    path = _located(path)
+    source = read_source(path)
+    model = _skeleton(source.config)
+    tensors = {name: _tensor(array) for name, array in source.tensors.items()}
+    if dtype is None and len({tensor.dtype for tensor in tensors.values()}) > 1:
+        dtype = torch.float32  # files that mix types (GGUF) run in the widest
+    model.load_state_dict(tensors, assign=True)
+    tokenizer = _tokenizer_of(source, path)
+    if tokenizer is not None and tokenizer.vocab_size > source.config.vocab_size:
+        raise CheckpointError(
+            f"{path}: its tokenizer has {tokenizer.vocab_size} tokens, its table {source.config.vocab_size} rows; "
+            "they do not belong together"
+        )
+    return TextModel(model.to(device=device, dtype=dtype).eval(), tokenizer, source.family)
+
+
+def _located(path: str | PathLike[str]) -> Path:
+    """A path as it is, or the place of a pulled model of that name."""
+    if not Path(path).exists():
+        found = pulled(str(path))
+        if found is not None:
+            return found
+        if str(path) in PACKAGES:
+            raise CheckpointError(f"{path}: not here yet; run `qkv pull {path}` first")
+    return Path(path)
+
+
+def _tokenizer_of(source: Source, path: Path) -> Tokenizer | None:
+    """The tokenizer that lies with a model, if one does."""
+    if source.tokenizer is not None:
+        return tokenizer_from(source.tokenizer)
+    if source.format == "gguf":
+        from qkv.text import gguf
+
+        return gguf.from_metadata(source.metadata, str(path)) if "tokenizer.ggml.model" in source.metadata else None
+    if source.format == "llama2c":
+        from qkv.text import llama2c
+
+        beside = path.with_name("tokenizer.bin")
+        return llama2c.read(beside) if beside.is_file() else None
+    if source.format in ("hf", "meta"):
+        from qkv.text.folder import has_tokenizer, read_folder
+
+        return read_folder(path) if has_tokenizer(path) else None
+    return None
 
 
 class TextModel:
     """A model together with its tokenizer."""
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer | None = None) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: Transformer, tokenizer: Tokenizer | None = None, family: str | None = None) -> None:
+        self.model, self.tokenizer, self.family = model, tokenizer, family
 
     @property
     def config(self) -> ModelConfig:
@@ -75,17 +124,84 @@ class TextModel:
     def generate(self, prompt: str, max_new_tokens: int = 64, *, temperature: float = 0.8, seed: int = 0) -> Generation:
         """Continue `prompt`. Temperature 0 takes the likeliest token each time; else the seed fixes the draws."""
         tokens = list(self._tokens(prompt, max_new_tokens, temperature, seed))
-        return Generation(self._tokenizer.decode(tokens), tokens, "length")
+        stopped = bool(tokens) and tokens[-1] in self._ends
+        return Generation("".join(self._text(tokens)), tokens, "stop" if stopped else "length")
 
     def stream(
         self, prompt: str, max_new_tokens: int = 64, *, temperature: float = 0.8, seed: int = 0
     ) -> Iterator[str]:
         """The text of `generate`, piece by piece as it is generated."""
-        return self._tokenizer.stream(self._tokens(prompt, max_new_tokens, temperature, seed))
+        return self._text(self._tokens(prompt, max_new_tokens, temperature, seed))
 
-    def save(self, folder: str | PathLike[str]) -> None:
-        """Write the model and its tokenizer as a folder that `load` reads."""
-        save(self.model, folder, self.tokenizer)
+    def _text(self, tokens: Iterable[int]) -> Iterator[str]:
+        """New tokens as text that follows the prompt: a space in front of them stays."""
+        tokenizer = self._tokenizer
+        if isinstance(tokenizer, PieceTokenizer):
+            return tokenizer.stream(tokens, continues=True)
+        return tokenizer.stream(tokens)
+
+    @property
+    def _ends(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        return self._tokenizer.specials.ends if isinstance(self._tokenizer, PieceTokenizer) else frozenset()
+
+    def save(self, path: str | PathLike[str], format: Literal["qkv", "hf", "gguf"] = "qkv") -> None:
+        """Write the model: a qkv folder with its tokenizer, a Hugging Face folder, or a GGUF file (float32)."""
+        if format == "qkv":
+            save(self.model, path, self.tokenizer)
+        elif format == "hf":
+            huggingface.write_folder(Path(path), self.config, _arrays(self.model), self.family)
+        elif format == "gguf":
+            from qkv.checkpoint.gguf import write_gguf
+
+            write_gguf(Path(path), self.config, _arrays(self.model))
+        else:
+            raise CheckpointError(f"format: {format!r} is not written; choose qkv, hf or gguf")
+
+    def score(self, text: str) -> float:
+        """The mean negative log-likelihood of the text's tokens after the first, in nats; exp of it is perplexity."""
+        tokens = self._ids(text)
+        if self.config.head.reads != "past" or len(tokens) < 2:
+            raise GenerationError("score: needs a decoder with a language-model head, and a text of two tokens or more")
+        logits = self._forward([tokens]).logits
+        assert logits is not None
+        return float(F.cross_entropy(logits[0, :-1].float(), torch.tensor(tokens[1:], device=logits.device)))
+
+    def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """One vector of length 1 per text: the mean of its tokens' hidden states (Reimers 2019). (len(texts), D)."""
+        rows = [self._ids(text) for text in texts]
+        valid = torch.tensor([[i < len(row) for i in range(max(map(len, rows)))] for row in rows])
+        hidden = self._forward(rows, valid).hidden.float().cpu()
+        mean = (hidden * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
+        vectors: npt.NDArray[np.float32] = F.normalize(mean, dim=-1).numpy()
+        return vectors
+
+    def fill(self, text: str, top: int = 5) -> list[list[tuple[str, float]]]:
+        """For each mask token in `text`, the `top` likeliest tokens and their probabilities."""
+        tokenizer = self._tokenizer
+        mask = tokenizer.specials.mask if isinstance(tokenizer, PieceTokenizer) else None
+        if mask is None or self.config.head.kind != "masked-lm":
+            raise GenerationError("fill: needs a model with a masked-lm head and a tokenizer with a mask token")
+        assert isinstance(tokenizer, PieceTokenizer)
+        tokens = tokenizer.encode(text, parse_special=True)
+        places = [i for i, token in enumerate(tokens) if token == mask]
+        if not places:
+            raise GenerationError("fill: the text has no mask token; write it where a word is to be found")
+        logits = self._forward([tokens]).logits
+        assert logits is not None
+        best = logits[0, places].float().softmax(-1).topk(top)
+        rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [[(self._tokenizer.decode([t]), p) for t, p in zip(*row, strict=True)] for row in rows]
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def _forward(self, rows: Sequence[Sequence[int]], valid: torch.Tensor | None = None) -> Output:
+        device, width = next(self.model.parameters()).device, max(map(len, rows))
+        padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+        with torch.inference_mode():
+            output: Output = self.model(padded, valid=None if valid is None else valid.to(device))
+        return output
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -113,7 +229,7 @@ class TextModel:
             last: npt.NDArray[np.floating] = logits[0, -1].float().cpu().numpy()
             return last
 
-        return continuation(next_logits, tokens, max_new_tokens, temperature=temperature, seed=seed)
+        return continuation(next_logits, tokens, max_new_tokens, temperature=temperature, seed=seed, ends=self._ends)
 
 
 def _skeleton(config: ModelConfig) -> Transformer:
@@ -122,8 +238,20 @@ def _skeleton(config: ModelConfig) -> Transformer:
         return Transformer(config)
 
 
-def _array(name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
-    if tensor.dtype == torch.bfloat16:
-        raise CheckpointError(f"{name}: bfloat16 cannot be saved; call model.float() first, which loses nothing")
-    array: npt.NDArray[Any] = tensor.detach().cpu().contiguous().numpy()
+def _arrays(model: Transformer) -> dict[str, npt.NDArray[Any]]:
+    return {name: _array(tensor) for name, tensor in model.state_dict().items()}
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """bfloat16 as its bits in uint16."""
+    whole = tensor.detach().cpu().contiguous()
+    array: npt.NDArray[Any] = (whole.view(torch.uint16) if whole.dtype == torch.bfloat16 else whole).numpy()
     return array
+
+
+def _tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    """The same memory where torch can use it."""
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor

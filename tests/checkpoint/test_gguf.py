@@ -104,7 +104,7 @@ def round_trip(name: str, folder: Path) -> dict[str, float]:
     peer = randomised(MAKERS[name].make())
     norms = [value for key, value in peer.state_dict().items() if key.endswith("norm.weight")]
     # Below 1, so that Gemma's 1 + weight lies below 2, where float32 is rounded by 2^-24 at most.
-    assert all(value.abs().max() < 1 for value in norms)
+    assert "gemma" not in name or all(value.abs().max() < 1 for value in norms)
     peer.save_pretrained(folder / "before")  # type: ignore[operator]
     config, tensors = read_model(folder / "before")
     write_gguf(folder / "model.gguf", config, tensors)

@@ -213,9 +213,9 @@ def test_bigbird_equals_dense_attention_under_the_mask(run: Run):
 @both
 def test_bigbird_short_rows_are_attended_densely_and_the_pattern_says_so(run: Run):
     """2 global blocks, 3 near ones and the random ones twice over: below that there is nothing to draw."""
-    assert BIG.dense_below == (2 + 3 + 2 * N_RANDOM) * BLOCK == 22
-    assert (BIG.covers(21), BIG.covers(22)) == ("all", "partial")
-    for length, everything in ((21, True), (22, False)):
+    assert BIG.dense_below == (2 + 3 + 2 * N_RANDOM) * BLOCK + 1 == 23
+    assert (BIG.covers(22), BIG.covers(23)) == ("all", "partial")
+    for length, everything in ((22, True), (23, False)):
         q, k, _ = some_heads(length)
         weights = attention_matrix(run, q, k, heads(BIG, n_heads=2, head_dim=4))
         assert (weights > 0).all() == everything
@@ -224,7 +224,7 @@ def test_bigbird_short_rows_are_attended_densely_and_the_pattern_says_so(run: Ru
 def test_bigbird_preset_has_the_papers_blocks():
     pattern = qkv.preset("bigbird-base").encoder.layers[0].attention.pattern
     assert pattern == c.BigBird(block=64, random_blocks=3)
-    assert pattern.dense_below == 704
+    assert pattern.dense_below == 705
 
 
 @both

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from qkv.checkpoint.safetensors import DTYPES, File, tag_of
+from qkv.checkpoint.safetensors import write as write_file
 from qkv.config import ModelConfig
 from qkv.errors import CheckpointError, ConfigError
 
@@ -30,7 +29,6 @@ Tensors = dict[str, npt.NDArray[Any]]
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _FORMAT, _VERSION = "qkv", 1
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}  # NumPy has no bfloat16
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def write(folder: Path, config: ModelConfig, tensors: Tensors, tokenizer: Mappin
     """Save a model; an older save at `folder` is replaced."""
     folder = folder.resolve()
     check_target(folder)
-    _check(folder / WEIGHTS, config, {name: (array.dtype.name, array.shape) for name, array in tensors.items()})
+    _check(folder / WEIGHTS, config, {name: (tag_of(array), array.shape) for name, array in tensors.items()})
     description = {"format": _FORMAT, "version": _VERSION, "model": config.to_dict()}
     if tokenizer is not None:
         description["tokenizer"] = dict(tokenizer)
@@ -54,11 +52,15 @@ def write(folder: Path, config: ModelConfig, tensors: Tensors, tokenizer: Mappin
     try:
         new.mkdir(parents=True)
         (new / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
-        save_file(tensors, new / WEIGHTS)
-        (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # the library makes it private
+        write_file(new / WEIGHTS, tensors)
         if folder.exists():
             folder.rename(old)
-        new.rename(folder)
+        try:
+            new.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)  # the older save stays
+            raise
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None
     finally:
@@ -104,9 +106,9 @@ def read(folder: Path) -> Native:
     """A saved model; raises one CheckpointError with everything that is wrong."""
     config, tokenizer = read_config(folder)
     path = folder / WEIGHTS
-    layout = _layout(path)
-    _check(path, config, {name: (_dtype_name(entry["dtype"]), tuple(entry["shape"])) for name, entry in layout.items()})
-    return Native(config, tokenizer, {name: _mapped(path, entry) for name, entry in layout.items()})
+    file = File(path)
+    _check(path, config, file.layout())
+    return Native(config, tokenizer, dict(file))
 
 
 def _description(folder: Path) -> dict[str, Any]:
@@ -125,42 +127,15 @@ def _description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def _layout(path: Path) -> dict[str, Any]:
-    """Each tensor's dtype, shape and place in the file, counted from its start."""
-    # The library checks the header and the file's length, but its NumPy reader copies; so the arrays are mapped here.
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing; save the model again") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: damaged or cut short ({error}); save or copy it again") from None
-    header.pop("__metadata__", None)
-    return {name: entry | {"start": 8 + length + entry["data_offsets"][0]} for name, entry in header.items()}
-
-
-def _dtype_name(tag: str) -> str:
-    return np.dtype(_DTYPES[tag]).name if tag in _DTYPES else tag
-
-
-def _mapped(path: Path, entry: Mapping[str, Any]) -> npt.NDArray[Any]:
-    shape = tuple(entry["shape"])
-    return np.memmap(path, dtype=_DTYPES[entry["dtype"]], mode="c", offset=entry["start"], shape=shape)
-
-
 def _check(path: Path, config: ModelConfig, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
     """Every tensor of the config, no other, in its shape, of a float type."""
     expected = {name: parameter.shape for name, parameter in config.shapes().items()}
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [f"{name} is unexpected" for name in found if name not in expected]
-    allowed = {np.dtype(dtype).name for dtype in _DTYPES.values()}
     for name, (dtype, shape) in found.items():
         if name in expected and shape != expected[name]:
             problems.append(f"{name} has shape {shape} instead of {expected[name]}")
-        if dtype not in allowed:
-            problems.append(f"{name} has dtype {dtype} instead of one of {', '.join(sorted(allowed))}")
+        if dtype not in DTYPES:
+            problems.append(f"{name} has dtype {dtype} instead of one of {', '.join(DTYPES)}")
     if problems:
         raise CheckpointError(f"{path}: does not fit its config: {'; '.join(problems)}")

@@ -148,6 +148,8 @@ def to_ours(
             continue
         for name, part in zip(one.ours, parts, strict=True):
             assert name not in ours, f"two rules make {name}"
+            if part.dtype.kind != "f" and part.dtype != np.uint16:  # uint16 is bfloat16
+                problems.append(f"{one.theirs[0]} has dtype {part.dtype}, which no weight has")
             if part.shape != shapes[name]:
                 problems.append(f"{one.theirs[0]} gives shape {part.shape}, but the config has {shapes[name]}")
             ours[name] = part

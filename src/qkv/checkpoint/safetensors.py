@@ -19,6 +19,7 @@ from qkv.errors import CheckpointError
 
 Array = npt.NDArray[Any]
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+_OTHERS = {"I64": np.int64, "I32": np.int32, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}  # buffers, not weights
 _WRITTEN = {np.dtype(dtype).name: tag for tag, dtype in DTYPES.items()}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -31,7 +32,7 @@ class File(Mapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         entry = self._entries[name]
-        dtype = DTYPES.get(entry["dtype"])
+        dtype = DTYPES.get(entry["dtype"]) or _OTHERS.get(entry["dtype"])
         if dtype is None:
             raise CheckpointError(f"{self.path}: {name} has dtype {entry['dtype']}; this qkv reads {', '.join(DTYPES)}")
         if 0 in entry["shape"]:
@@ -41,11 +42,20 @@ class File(Mapping[str, Array]):
             return np.memmap(self.path, dtype=dtype, mode="c", offset=entry["start"], shape=(1,)).reshape(())
         return np.memmap(self.path, dtype=dtype, mode="c", offset=entry["start"], shape=shape)
 
+    def layout(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype's tag and the shape of every tensor, without mapping any."""
+        return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in self._entries.items()}
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def tag_of(array: Array) -> str:
+    """The dtype's tag in the file; one that has none is named as NumPy does."""
+    return _WRITTEN.get(array.dtype.name, array.dtype.name)
 
 
 def _header(path: Path) -> dict[str, Any]:

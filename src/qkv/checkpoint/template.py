@@ -87,8 +87,8 @@ class Quotient(Leaf):
 
     def read(self, keys: Keys) -> Any:
         above, below = keys.get(self.above), keys.get(self.below)
-        if above % below:
-            raise CheckpointError(f"{keys.name}: {self.below} ({below}) must divide {self.above} ({above})")
+        if not all(isinstance(number, int) and number > 0 for number in (above, below)) or above % below:
+            raise CheckpointError(f"{keys.name}: {self.below} ({below!r}) must divide {self.above} ({above!r})")
         return above // below
 
 

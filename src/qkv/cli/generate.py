@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="A folder that qkv saved, such as runs/demo.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A saved model of any format, or a pulled one's name.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add.")] = 200,
     temperature: Annotated[
@@ -21,10 +20,10 @@ def command(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the text as it comes.")] = False,
 ) -> None:
-    """Continue PROMPT with the model saved in FOLDER."""
+    """Continue PROMPT with MODEL."""
     from qkv.model import load
 
-    lm = load(folder)
+    lm = load(model)
     limit, given = lm.config.max_seq_len, [] if lm.tokenizer is None else lm.tokenizer.encode(prompt)
     if len(given) + max_new_tokens > limit:
         print(f"qkv: the model was trained on {limit} tokens at a time; what lies beyond may be poor", file=sys.stderr)

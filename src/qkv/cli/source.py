@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 
 def config_of(name: str) -> ModelConfig:
-    """The config behind a preset's name, a folder that qkv saved, or a JSON or TOML file."""
-    from qkv.checkpoint import native
+    """The config behind a preset's name, a saved model of any format, or a JSON or TOML file."""
+    from qkv.checkpoint.source import read_config
     from qkv.config import ModelConfig
     from qkv.config.presets import preset, presets
 
     path = Path(name)
     if name in presets():
         return preset(name)
-    if path.is_dir():
-        return native.read_config(path)[0]
     decode = {".json": ModelConfig.from_json, ".toml": ModelConfig.from_toml}.get(path.suffix)
     if decode is not None and path.is_file():
         try:
             return decode(path.read_text(encoding="utf-8"))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
+    if path.exists() and decode is None:
+        return read_config(path)
     if decode is not None or len(path.parts) > 1:
         raise ConfigError(f"{path}: no such folder or config file; `qkv presets` lists the names of models")
     return preset(name)

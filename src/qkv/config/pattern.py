@@ -211,7 +211,7 @@ class BigBird(Pattern):
     @property
     def dense_below(self) -> int:
         """Rows shorter than this are attended densely: 2 global, 3 near, and the random blocks twice over."""
-        return (5 + 2 * self.random_blocks) * self.block
+        return (5 + 2 * self.random_blocks) * self.block + 1
 
     def note(self, length: int) -> str | None:
         if length >= self.dense_below:

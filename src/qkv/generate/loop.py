@@ -24,14 +24,20 @@ class Generation:
     """The new text, without the prompt."""
     tokens: list[int]
     """The new tokens."""
-    finish_reason: Literal["length"]
-    """Why it ended: `length`, all the tokens that were asked for."""
+    finish_reason: Literal["length", "stop"]
+    """Why it ended: `length`, all the tokens that were asked for; `stop`, a token that ends texts (the last one)."""
 
 
 def continuation(
-    next_logits: NextLogits, prompt: list[int], max_new_tokens: int, *, temperature: float, seed: int
+    next_logits: NextLogits,
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    temperature: float,
+    seed: int,
+    ends: frozenset[int] = frozenset(),
 ) -> Iterator[int]:
-    """The `max_new_tokens` tokens that follow `prompt`, one at a time."""
+    """The tokens that follow `prompt`, one at a time: `max_new_tokens`, or fewer if one of `ends` is drawn."""
     if not prompt:
         raise GenerationError("prompt: empty; give at least one token to continue")
     if max_new_tokens < 1:
@@ -40,3 +46,5 @@ def continuation(
     for _ in range(max_new_tokens):
         tokens.append(draw(next_logits(tokens), temperature, seed, len(tokens)))
         yield tokens[-1]
+        if tokens[-1] in ends:
+            return

@@ -29,6 +29,20 @@ class Tokenizer(Protocol):
 
 def tokenizer_from(saved: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that a saved folder describes."""
-    if dict(saved) != {"kind": ByteTokenizer.kind}:
-        raise CheckpointError(f'tokenizer: expected {{"kind": "bytes"}}, got {dict(saved)}')
-    return ByteTokenizer()
+    kind = saved.get("kind")
+    if dict(saved) == {"kind": ByteTokenizer.kind}:
+        return ByteTokenizer()
+    try:
+        # Both need a library that takes its time to load.
+        if kind == "huggingface":
+            from qkv.text import hf
+
+            return hf.from_dict(saved)
+        if kind == "sentencepiece":
+            from qkv.text import sentencepiece
+
+            return sentencepiece.from_dict(saved)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"tokenizer: its {kind} description is damaged ({error!r}); save it again") from None
+    expected = '{"kind": "bytes"}, or the kind "huggingface" or "sentencepiece" with its vocabulary'
+    raise CheckpointError(f"tokenizer: expected {expected}, got {str(dict(saved))[:200]}")

@@ -1,0 +1,45 @@
+"""Vocabularies trained on a text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv.errors import CheckpointError, DataError
+from qkv.text import language_reference, tokenizer_from
+from qkv.text.training import END, train_bpe
+
+ENGLISH = language_reference()[:60_000]
+CHINESE = "道可道，非常道。名可名，非常名。无名天地之始；有名万物之母。" * 20
+TRAINED = train_bpe([ENGLISH, CHINESE], 600)
+
+
+def test_a_vocabulary_has_the_size_asked_for_and_makes_texts_shorter() -> None:
+    assert TRAINED.vocab_size == 600
+    assert len(TRAINED.encode(ENGLISH)) < 0.5 * len(ENGLISH.encode())
+    assert len(TRAINED.encode(CHINESE)) < 0.6 * len(CHINESE.encode())
+    assert len(train_bpe([CHINESE], 400).encode(CHINESE)) < 0.5 * len(CHINESE)
+
+
+def test_the_most_frequent_pair_is_the_first_token() -> None:
+    tokenizer = train_bpe(["abab abab ab xy"], 258)
+    assert tokenizer.piece(257) == "ab"
+    assert tokenizer.vocab_size == 258
+
+
+@given(st.text(st.characters(exclude_categories=("Cs",))))
+def test_every_text_comes_back(text: str) -> None:
+    assert TRAINED.decode(TRAINED.encode(text)) == text
+
+
+def test_it_ends_texts_and_can_be_saved() -> None:
+    assert TRAINED.specials.ends == {TRAINED.specials.controls[END]}
+    assert tokenizer_from(TRAINED.to_dict()).encode(ENGLISH) == TRAINED.encode(ENGLISH)
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(DataError, match="vocab_size is 256; the bytes and control tokens alone take 257"):
+        train_bpe(["a"], 256)
+    with pytest.raises(CheckpointError, match="unknown pre-tokenizer 'mine'"):
+        train_bpe(["a"], 300, pre="mine")
