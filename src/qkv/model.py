@@ -7,6 +7,7 @@ lm.generate("The with statement").text
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -26,6 +27,7 @@ from qkv.errors import CheckpointError, GenerationError
 from qkv.generate import Generation, continuation
 from qkv.nn import Output, Transformer, initialise
 from qkv.text import Tokenizer, tokenizer_from
+from qkv.text.folder import write_folder as write_tokenizer
 from qkv.text.pieces import PieceTokenizer
 
 
@@ -151,12 +153,18 @@ class TextModel:
             save(self.model, path, self.tokenizer)
         elif format == "hf":
             huggingface.write_folder(Path(path), self.config, _arrays(self.model), self.family)
+            if self.tokenizer is not None and not write_tokenizer(Path(path), self.tokenizer):
+                self._warn_of_tokenizer(path)
         elif format == "gguf":
             from qkv.checkpoint.gguf import write_gguf
 
             write_gguf(Path(path), self.config, _arrays(self.model))
+            self._warn_of_tokenizer(path)
         else:
             raise CheckpointError(f"format: {format!r} is not written; choose qkv, hf or gguf")
+
+    def _warn_of_tokenizer(self, path: str | PathLike[str]) -> None:
+        warnings.warn(f"{path}: written without its tokenizer, which this format cannot take from here", stacklevel=3)
 
     def score(self, text: str) -> float:
         """The mean negative log-likelihood of the text's tokens after the first, in nats; exp of it is perplexity."""

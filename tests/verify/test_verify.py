@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ import qkv
 from parity.cases import CASES, attention, block, decoder
 from parity.test_forward import float32_weights, model_with
 from qkv import config as c
+from qkv.checkpoint.huggingface import write_folder
 from qkv.cli import app
 from qkv.config import ModelConfig
 from qkv.nn import Transformer
@@ -112,6 +114,26 @@ def test_the_package_is_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qkv.verify.PATHS", (oracle,))
     assert qkv.verify(built(WINDOWED)).passed
     assert qkv.verify.Certificate is Certificate
+
+
+def test_a_hugging_face_folder_is_held_against_its_own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder read with the wrong rotary layout agrees with itself on every path, and not with the peer."""
+    monkeypatch.setattr("qkv.verify.PATHS", (oracle,))
+    config = qkv.preset("llama-3-8b").toy()
+    arrays = {name: value.astype(np.float32) for name, value in float32_weights(config).items()}
+    write_folder(tmp_path / "m", config, arrays)
+    assert [row.verdict for row in verify(tmp_path / "m").rows] == ["equal", "equal"]
+    wrong = built(config.override({"decoder.layers.*.attention.positions.layout": "pairs"}))
+    monkeypatch.setattr("qkv.verify._load", lambda path: wrong)
+    assert [row.verdict for row in verify(tmp_path / "m").rows] == ["equal", "DIFFERS"]
+
+
+def test_beginnings_are_compared_where_the_model_is_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkv.verify.PATHS", (batching,))
+    rows = {row.path: row for row in verify(built(WINDOWED)).rows}
+    assert rows["whole = each of its beginnings"].verdict == "equal"
+    rows = {row.path: row for row in verify(built(CASES["masked-lm"])).rows}
+    assert rows["whole = each of its beginnings"].verdict == "not run"
 
 
 def test_a_large_model_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

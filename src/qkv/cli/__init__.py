@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from qkv.cli import demo, generate, models, presets, schema, show, verify
+from qkv.cli import demo, generate, models, presets, schema, show, tokenizer, verify
 from qkv.errors import QkvError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("presets")(presets.command)
 app.command("schema")(schema.command)
 app.command("generate")(generate.command)
 app.command("verify")(verify.command)
+app.add_typer(tokenizer.app, name="tokenizer")
 app.command("pull")(models.pull)
 app.command("convert")(models.convert)
 app.command("embed")(models.embed)

@@ -29,12 +29,12 @@ def command(
     with console.status("comparing paths") as status:
 
         def show(row: Row) -> None:
-            console.print(_line(row), highlight=False, markup=False)
+            console.print(_line(row), highlight=False, markup=False, soft_wrap=True)
             status.update("comparing paths")
 
         certificate = verify(model, on_row=show)
     if certificate.note:
-        console.print(certificate.note, highlight=False, markup=False)
+        console.print(certificate.note, highlight=False, markup=False, soft_wrap=True)
     if out is not None:
         out.write_text(certificate.to_json() + "\n", encoding="utf-8")
     if as_json:

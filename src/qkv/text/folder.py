@@ -52,6 +52,18 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _READERS)
 
 
+def write_folder(folder: Path, tokenizer: object) -> bool:
+    """Write tokenizer.json and tokenizer_config.json; False where the tokenizer has no such form."""
+    if not isinstance(tokenizer, LibraryTokenizer):
+        return False
+    settings: Spec = dict(tokenizer.specials.names())
+    if tokenizer.specials.chat_template is not None:
+        settings["chat_template"] = tokenizer.specials.chat_template
+    for name, content in (("tokenizer.json", tokenizer.to_dict()["json"]), ("tokenizer_config.json", settings)):
+        (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    return True
+
+
 def read_folder(folder: Path) -> PieceTokenizer:
     """The tokenizer of a folder, from the most complete description in it."""
     settings = _settings(folder)

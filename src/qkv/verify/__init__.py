@@ -9,13 +9,16 @@ it or against a path that is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from os import PathLike
+from pathlib import Path
 
 from qkv.callable import make_callable
+from qkv.checkpoint.source import format_of
 from qkv.nn import Transformer
 from qkv.verify.certificate import Certificate, Row
 from qkv.verify.paths import PATHS, Subject
+from qkv.verify.peer import peer
 from qkv.verify.sample import part_of, truncated
 
 LARGE = 20_000_000  # parameters above which the oracle's patience ends
@@ -35,12 +38,19 @@ def verify(model: Transformer | str | PathLike[str], *, on_row: Callable[[Row], 
         note = f"checked on the first {DEPTH} layers of each stack: {whole.config.n_parameters:,} parameters are many"
     subject = Subject(config, part_of(whole, config) if note else whole.eval())
     rows: list[Row] = []
-    for path in PATHS:
-        for row in path(subject):
-            rows.append(row)
-            if on_row is not None:
-                on_row(row)
+    for row in _rows(subject, model, whole):
+        rows.append(row)
+        if on_row is not None:
+            on_row(row)
     return Certificate(name, tuple(rows), note)
+
+
+def _rows(subject: Subject, model: Transformer | str | PathLike[str], whole: Transformer) -> Iterator[Row]:
+    for path in PATHS:
+        yield from path(subject)
+    folder = None if isinstance(model, Transformer) else Path(model)
+    if folder is not None and folder.exists() and format_of(folder) == "hf":
+        yield from peer(folder, whole)
 
 
 def _load(path: str | PathLike[str]) -> Transformer:

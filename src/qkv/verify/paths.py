@@ -156,6 +156,7 @@ def batching(subject: Subject) -> Iterator[Row]:
         found = found[:, valid[0]] if per_token else found
         yield compare(f"alone = in a batch, padded on the {side}", expected, found, EXACT)
     yield from _packing(subject, alone, expected, per_token)
+    yield from _prefixes(subject, per_token)
 
 
 def _packing(subject: Subject, alone: Sample, expected: Tensor, per_token: bool) -> Iterator[Row]:
@@ -169,6 +170,27 @@ def _packing(subject: Subject, alone: Sample, expected: Tensor, per_token: bool)
     documents = torch.arange(LENGTH)[None] // alone.tokens.shape[1]
     found = Sample(tokens, more).run(subject.exact, documents=documents)[:, : alone.tokens.shape[1]]
     yield compare(path, expected, found, EXACT)
+
+
+def _prefixes(subject: Subject, per_token: bool) -> Iterator[Row]:
+    """A causal model's answer for a text is its answer for every longer text that begins with it."""
+    path = "whole = each of its beginnings"
+    decoder = subject.config.decoder
+    if decoder is None or not per_token or any(block.attention.pattern.reach().ahead != 0 for block in decoder.blocks):
+        yield Row(path, None, EXACT, note="tokens of this model see what follows them")
+        return
+    if '-ntk"' in subject.config.to_json() or '"qwen-dynamic"' in subject.config.to_json():
+        yield Row(path, None, EXACT, note="this model's positions depend on the length of the row")
+        return
+    worst = Row(path, 0.0, EXACT)
+    for length in (1, 2, LENGTH // 3, LENGTH // 2, LENGTH - 1):
+        cut = Sample(subject.inputs.tokens[:, :length], {**subject.inputs.more})
+        for name in ("segments", "global_tokens"):
+            if name in cut.more:
+                cut.more[name] = cut.more[name][:, :length]
+        row = compare(path, subject.expected[:, :length], cut.run(subject.exact), EXACT)
+        worst = max(worst, row, key=lambda candidate: candidate.deviation or 0.0)
+    yield worst
 
 
 def compiled(subject: Subject) -> Iterator[Row]:

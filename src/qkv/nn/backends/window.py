@@ -7,6 +7,8 @@ pattern's predicate on the coordinates of its own queries and keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -113,9 +115,9 @@ def _gather(at: Coordinates, index: Tensor) -> Coordinates:
     )
 
 
-def _each(at: Coordinates, f: object) -> Coordinates:
+def _each(at: Coordinates, f: Callable[[Tensor], Tensor]) -> Coordinates:
     values = (at.position, at.document, at.is_global, at.prefix_length, at.length)
-    return Coordinates(*(None if x is None else f(x) for x in values))  # type: ignore[operator]
+    return Coordinates(*(None if x is None else f(x) for x in values))
 
 
 def _join(left: Tensor, right: Tensor) -> Tensor:
