@@ -235,6 +235,7 @@ class TextModel:
             with torch.inference_mode():
                 logits = self.model(torch.tensor([so_far], device=device), prefix_length=prefix).logits
             last: npt.NDArray[np.floating] = logits[0, -1].float().cpu().numpy()
+            last[self._tokenizer.vocab_size :] = -np.inf  # rows that only pad the table spell nothing
             return last
 
         return continuation(next_logits, tokens, max_new_tokens, temperature=temperature, seed=seed, ends=self._ends)

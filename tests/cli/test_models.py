@@ -13,6 +13,7 @@ import torch
 import qkv
 from qkv.checkpoint.huggingface import write_folder
 from qkv.checkpoint.source import read_source
+from qkv.text import ByteTokenizer
 
 from .helpers import Result
 
@@ -125,6 +126,17 @@ def test_generation_stops_at_a_token_that_ends_texts(tmp_path: Path) -> None:
     assert done.tokens == [7]
     assert done.finish_reason == "stop"
     assert done.text == ""
+
+
+def test_b75_rows_that_pad_the_table_are_never_drawn() -> None:
+    """A table of 320 rows for 256 bytes, where a padding row is the likeliest."""
+    config = qkv.preset("llama-3-8b").toy().override({"vocab_size": 320, "head.bias": True})
+    model = qkv.build(config)
+    with torch.no_grad():
+        model.head.bias[300] = 100.0
+    lm = qkv.TextModel(model, ByteTokenizer())
+    for temperature in (0.0, 1.0):
+        assert max(lm.generate("text", 20, temperature=temperature).tokens) < 256
 
 
 def test_a_trained_tokenizer_is_read_again(command: Callable[..., Result], tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ BUGS: dict[str, str] = {
         checkpoint/strict::test_b72_a_stale_index_is_refused""",
     "B73": """
         checkpoint/strict::test_b73_computed_buffers_are_ignored_by_a_named_rule_and_nothing_else_is""",
-    "B75": "checkpoints",
+    "B75": "cli/models::test_b75_rows_that_pad_the_table_are_never_drawn",
     "B76": "checkpoints",
     "B78": "checkpoint/gguf::test_a_head_is_tied_where_it_is_missing_or_a_copy",
     "B80": "checkpoint/gguf_blocks::test_a_row_that_is_not_whole_blocks_is_refused",
