@@ -59,7 +59,7 @@ MODELS: dict[str, str] = {
         sparse::test_mistral_window_is_that_of_v0_1_only cache""",
     "Qwen 1 / 2": "models::test_qwen models::test_e06_and_e07_mistral_and_qwen_2_were_trained_without_yarn",
     "ChatGLM 2/3": "models::test_chatglm rotary::test_e26_chatglm_turns_half_of_each_head",
-    "DeepSeek": "models::test_deepseek cache planner",
+    "DeepSeek": "models::test_deepseek plan/cache::test_published_models_in_16_bits cache",
     "Yi": "models::test_yi",
     "BLOOM + ALiBi": """
         models::test_bloom relative::test_bloom_alibi_slopes_of_112_heads
@@ -188,7 +188,7 @@ METHODS: dict[str, str] = {
         sizes::test_parameter_estimate_with_the_embedding_of_gpt_2
         sizes::test_e27_swiglu_has_three_matrices_of_8_thirds_d_and_untied_models_two_of_v_d""",
     "MLM / next-token / seq2seq": "training",
-    "KV cache": "cache planner",
+    "KV cache": "plan/cache::test_published_models_in_16_bits cache",
     "Complexity table (and Vaswani Table 1)": """
         flash::test_e40_a_layer_costs_24_n_d2_and_4_n2_d
         flash::test_complexity_four_times_the_context_is_sixteen_times_the_scores planner lab""",

@@ -39,7 +39,18 @@ def _config(name: str, config: ModelConfig, show_all: bool) -> str:
     from qkv.cli.tree import tree
 
     hint = "" if show_all else "; settings left at their default are hidden (--all shows them)"
-    return f"{name}: {config.n_parameters:,} parameters{hint}\n\n{tree(config, show_all)}"
+    return f"{name}: {config.n_parameters:,} parameters{_cache(config)}{hint}\n\n{tree(config, show_all)}"
+
+
+def _cache(config: ModelConfig) -> str:
+    """What a KV cache costs, where there is one."""
+    from qkv.plan import kv_cache_bytes
+
+    context = config.max_seq_len
+    size = kv_cache_bytes(config, context, source=context)
+    if not size:
+        return ""
+    return f"; KV cache in 16 bits {kv_cache_bytes(config, 1):,} bytes a token, {size:,} at {context:,}"
 
 
 def _tensors(config: ModelConfig) -> str:
@@ -76,7 +87,7 @@ def _sizes(value: Value) -> str:
 
 
 def _described(config: ModelConfig) -> dict[str, Any]:
-    from qkv.plan import operations, tensor_groups
+    from qkv.plan import kv_cache_bytes, operations, tensor_groups
 
     def value(v: Value) -> dict[str, Any]:
         return {"name": v.name, "shape": [d.symbol for d in v.shape], "sizes": [d.size for d in v.shape]}
@@ -84,6 +95,7 @@ def _described(config: ModelConfig) -> dict[str, Any]:
     return {
         "config": config.to_dict(),
         "n_parameters": config.n_parameters,
+        "kv_cache_bytes_per_token": kv_cache_bytes(config, 1),
         "tensors": [{"name": g.name, "shape": g.shape, "copies": g.copies} for g in tensor_groups(config)],
         "operations": [
             {

@@ -35,6 +35,10 @@ class Attention(Variant):
         """The factor of the scores."""
         return self.scale if self.scale is not None else self.query_dim**-0.5
 
+    def streams(self) -> dict[str, tuple[int, int]]:
+        """What a cache stores of each token: name -> (heads, width)."""
+        raise NotImplementedError(f"{type(self).__name__} must define streams()")
+
     def parameters(self, sizes: Sizes) -> Table:
         """The tensors, except those of a position scheme that the layers of a stack share."""
         raise NotImplementedError(f"{type(self).__name__} must define parameters(sizes)")
@@ -72,6 +76,9 @@ class MultiHead(Attention):
     @property
     def query_dim(self) -> int:
         return self.head_dim
+
+    def streams(self) -> dict[str, tuple[int, int]]:
+        return {"k": (self.kv_heads, self.head_dim), "v": (self.kv_heads, self.head_dim)}
 
     def problems(self) -> Iterator[Problem]:
         if self.n_heads % self.kv_heads:
@@ -122,6 +129,9 @@ class Latent(Attention):
     @property
     def query_dim(self) -> int:
         return self.nope_dim + self.rope_dim
+
+    def streams(self) -> dict[str, tuple[int, int]]:
+        return {"latent": (1, self.kv_rank), "rope": (1, self.rope_dim)}
 
     def problems(self) -> Iterator[Problem]:
         if not isinstance(self.positions, Rotary):
