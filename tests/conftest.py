@@ -33,10 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "unhooked: compiles, or measures time; runs where QKV_SHAPES=0")
-    # The same examples in every run of `make test`, so that it fails for a change and not by chance; new ones, and more
-    # of them, with --slow. No deadlines: other processes share the cores.
+    # The same examples in every run, so that it fails for a change and not by chance; more of them with --slow. No
+    # deadlines: other processes share the cores.
     settings.register_profile("fast", max_examples=50, derandomize=True, deadline=None)
-    settings.register_profile("slow", max_examples=500, print_blob=True, deadline=None)
+    settings.register_profile("slow", max_examples=500, derandomize=True, print_blob=True, deadline=None)
     settings.load_profile("slow" if config.getoption("--slow") else "fast")
 
 

@@ -42,8 +42,8 @@ def test_shapes_are_checked_unless_told_otherwise() -> None:
             module(whole)
 
 
-def test_examples_are_repeatable_in_the_fast_run(pytestconfig: pytest.Config) -> None:
-    assert settings.default.derandomize != pytestconfig.getoption("--slow")
+def test_examples_are_repeatable() -> None:
+    assert settings.default.derandomize
     assert settings.default.deadline is None
 
 
