@@ -158,6 +158,8 @@ class TextModel:
         elif format == "gguf":
             from qkv.checkpoint.gguf import write_gguf
 
+            if Path(path).exists():  # the tensors may be mapped from it
+                raise CheckpointError(f"{path}: exists already; choose another file to save into")
             write_gguf(Path(path), self.config, _arrays(self.model))
             self._warn_of_tokenizer(path)
         else:
@@ -178,6 +180,11 @@ class TextModel:
     def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """One vector of length 1 per text: the mean of its tokens' hidden states (Reimers 2019). (len(texts), D)."""
         rows = [self._ids(text) for text in texts]
+        empty = next((number for number, row in enumerate(rows, start=1) if not row), None)
+        if not rows or empty is not None:
+            raise GenerationError(f"embed: text {empty or 1} has no tokens; give texts that are not empty")
+        if len(self.config.stacks) == 2:
+            raise GenerationError("embed: needs a model with one stack, and this one has an encoder and a decoder")
         valid = torch.tensor([[i < len(row) for i in range(max(map(len, rows)))] for row in rows])
         hidden = self._forward(rows, valid).hidden.float().cpu()
         mean = (hidden * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
@@ -197,7 +204,7 @@ class TextModel:
             raise GenerationError("fill: the text has no mask token; write it where a word is to be found")
         logits = self._forward([tokens]).logits
         assert logits is not None
-        best = logits[0, places].float().softmax(-1).topk(top)
+        best = logits[0, places].float().softmax(-1).topk(min(top, self.config.vocab_size))
         rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [[(self._tokenizer.decode([t]), p) for t, p in zip(*row, strict=True)] for row in rows]
 

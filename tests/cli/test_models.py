@@ -13,6 +13,7 @@ import torch
 import qkv
 from qkv.checkpoint.huggingface import write_folder
 from qkv.checkpoint.source import read_source
+from qkv.errors import GenerationError
 from qkv.text import ByteTokenizer
 
 from .helpers import Result
@@ -163,3 +164,32 @@ def test_a_hugging_face_folder_keeps_its_tokenizer(bert: Path, tmp_path: Path) -
     assert again.tokenizer is not None
     assert again.tokenizer.encode("the cat") == lm.tokenizer.encode("the cat")
     assert again.fill("the [MASK] sat on the mat")[0][0][0].strip() == "cat"
+
+
+@pytest.mark.parametrize("form", ["hf", "gguf"])
+def test_nothing_that_exists_is_replaced(command: Callable[..., Result], bert: Path, form: str, tmp_path: Path) -> None:
+    """Also not the model itself, from which the weights are mapped."""
+    target = bert if form == "hf" else tmp_path / "m.gguf"
+    if form == "gguf":
+        target.write_text("mine")
+    before = [path.read_bytes() for path in sorted(bert.iterdir())]
+    shown = command("convert", str(bert), str(target), "--format", form)
+    assert shown.code == 2
+    assert f"{target}: exists already; choose another" in shown.err
+    assert before == [path.read_bytes() for path in sorted(bert.iterdir())]
+
+
+def test_vectors_of_nothing_are_refused(saved: Path) -> None:
+    lm = qkv.load(saved)
+    for texts in ([], ["a", ""]):
+        with pytest.raises(GenerationError, match=r"embed: text \d has no tokens"):
+            lm.embed(texts)
+
+
+def test_a_file_that_cannot_be_written_is_one_line(
+    command: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkv.verify.PATHS", ())
+    shown = command("verify", "gpt2", "--out", str(tmp_path / "no" / "such" / "certificate.json"))
+    assert shown.code == 2
+    assert shown.err.strip().splitlines()[-1].endswith("No such file or directory")

@@ -159,8 +159,16 @@ def to_folder(
 def write_folder(
     folder: Path, config: ModelConfig, tensors: Mapping[str, Array], family_name: str | None = None
 ) -> None:
-    """Save a model as a folder that `transformers` reads, as the family it came from or the first that fits."""
+    """Save a model as a new folder that `transformers` reads, as the family it came from or the first that fits.
+
+    What is there already is never replaced: the tensors may be mapped from it.
+    """
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise CheckpointError(f"{folder}: exists already; choose another folder to save into")
     data, theirs = to_folder(config, tensors, family_name)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    write_file(folder / SINGLE, theirs, {"format": "pt"})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        write_file(folder / SINGLE, theirs, {"format": "pt"})
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None

@@ -47,3 +47,7 @@ def main() -> None:
     except QkvError as error:
         print(f"qkv: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:  # a full disk, a folder that may not be written
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"qkv: {where}{error.strerror or error}", file=sys.stderr)
+        sys.exit(2)
