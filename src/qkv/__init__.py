@@ -24,6 +24,11 @@ _HOME = {
     "preset": "qkv.config.presets",
     "presets": "qkv.config.presets",
     "reference": "qkv.reference",
+    "Cache": "qkv.cache.cache",
+    "Greedy": "qkv.config.decoding",
+    "Sampling": "qkv.config.decoding",
+    "Beam": "qkv.config.decoding",
+    "Runtime": "qkv.generate.runners.torch",
     "build": "qkv.model",
     "load": "qkv.model",
     "TextModel": "qkv.model",
@@ -33,13 +38,18 @@ _HOME = {
 
 __all__ = [
     "BackendError",
+    "Beam",
+    "Cache",
     "CacheError",
     "CheckpointError",
     "ConfigError",
     "DataError",
     "GenerationError",
+    "Greedy",
     "ModelConfig",
     "QkvError",
+    "Runtime",
+    "Sampling",
     "TextModel",
     "build",
     "capture",
@@ -55,7 +65,9 @@ __all__ = [
 if TYPE_CHECKING:
     from qkv import config, reference
     from qkv import verify as verify
+    from qkv.cache.cache import Cache
     from qkv.config import ModelConfig
+    from qkv.config.decoding import Beam, Greedy, Sampling
     from qkv.config.presets import preset, presets
     from qkv.errors import (
         BackendError,
@@ -67,6 +79,7 @@ if TYPE_CHECKING:
         QkvError,
     )
     from qkv.extend import register
+    from qkv.generate.runners.torch import Runtime
     from qkv.model import TextModel, build, load
     from qkv.nn.capture import capture
 

@@ -31,3 +31,7 @@ class DataError(QkvError):
 
 class GenerationError(QkvError):
     """A generation request cannot be served: too long, or contradictory."""
+
+
+class TrainingError(QkvError):
+    """A training run cannot go on: its loss is no longer a number."""

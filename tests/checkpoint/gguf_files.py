@@ -118,6 +118,12 @@ MAKERS = {
         gguf.MODEL_ARCH.GEMMA3, one_added,
         GEMMA_HEADS | {"attention.sliding_window": 4, "rope.freq_base": 1e6},
     ),
+    "phi3": Maker(
+        lambda: t.Phi3ForCausalLM(
+            t.Phi3Config(**SMALL, num_key_value_heads=2, sliding_window=5, rms_norm_eps=1e-5, pad_token_id=0)
+        ),
+        gguf.MODEL_ARCH.PHI3, keys=GROUPED | {"attention.sliding_window": 5, "rope.dimension_count": 8},
+    ),
     "gpt2": Maker(
         lambda: t.GPT2LMHeadModel(
             t.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, n_inner=64)
@@ -133,11 +139,13 @@ LAYERNORM = ("gpt2", "bert")
 
 
 def convert(
-    name: str, model: nn.Module, path: Path, *, omitted: tuple[str, ...] = (), keys: dict[str, Any] | None = None
-) -> None:
-    """Write the peer's model with the library, perhaps without some tensors, or with other keys than its maker's."""
+    name: str, model: nn.Module, path: Path, *, omitted: tuple[str, ...] = (), keys: dict[str, Any] | None = None,
+    extra: dict[str, np.ndarray] | None = None, per_file: int = 0,
+) -> None:  # fmt: skip
+    """Write the peer's model with the library, perhaps without some tensors or with more, or with other keys than its
+    maker's; `per_file` tensors go into each of several files."""
     maker, config = MAKERS[name], model.config
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[maker.arch])
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[maker.arch], split_max_tensors=per_file)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -159,6 +167,8 @@ def convert(
             assert tied or "position_ids" in theirs or "token_type_ids" in theirs or renamed in omitted, theirs
             continue
         writer.add_tensor(renamed, np.ascontiguousarray(maker.change(theirs, tensor.numpy())))
+    for renamed, array in (extra or {}).items():
+        writer.add_tensor(renamed, array)
     finish(writer)
 
 

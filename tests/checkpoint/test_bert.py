@@ -218,6 +218,35 @@ def test_a_head_that_the_file_lacks_is_missed_by_name(tmp_path: Path) -> None:
         read_model(folder)
 
 
+def test_a_bert_without_its_pooler_is_its_hidden_states(tmp_path: Path) -> None:
+    theirs = drawn(t.BertModel(t.BertConfig(**SMALL), add_pooling_layer=False))
+    theirs.save_pretrained(tmp_path / "theirs")
+    lm = qkv.load(tmp_path / "theirs")
+    tokens, valid = batch("right")
+    with torch.no_grad():
+        expected = peer_call(theirs, tokens, valid).last_hidden_state
+        found = lm.model(tokens, valid=valid, segments=segments(tokens)).hidden
+        assert deviation(expected, found, valid) < 1e-4
+    lm.save(tmp_path / "ours", "hf")
+    original, saved = (File(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert set(saved) == set(original)
+    assert all(np.array_equal(original[name], saved[name]) for name in original)
+    again = t.BertModel.from_pretrained(tmp_path / "ours", add_pooling_layer=False).eval()
+    with torch.no_grad():
+        assert torch.equal(peer_call(again, tokens, valid).last_hidden_state, expected)
+
+
+def test_half_a_pooler_is_refused(tmp_path: Path) -> None:
+    drawn(t.BertModel(t.BertConfig(**SMALL))).save_pretrained(tmp_path)
+    held = {name: np.array(value) for name, value in File(tmp_path / "model.safetensors").items()}
+    write(tmp_path / "model.safetensors", {name: held[name] for name in held if name != "pooler.dense.bias"})
+    with pytest.raises(CheckpointError, match=r"pooler\.dense\.bias is missing"):
+        read_model(tmp_path)
+    write(tmp_path / "model.safetensors", {name: held[name] for name in held if name != "pooler.dense.weight"})
+    with pytest.raises(CheckpointError, match=r"pooler\.dense\.bias is not understood"):
+        read_model(tmp_path)
+
+
 def test_names_are_respelled_in_order_and_filled_in() -> None:
     ways = (Spelling(r"^old\.", "new."), Spelling(r"gamma$", "weight"), Fallback("head", "new.weight"))
     one, two = np.zeros(1), np.zeros(2)

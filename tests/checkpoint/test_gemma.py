@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import transformers as t
 from torch import Tensor
 
 import qkv
-from checkpoint.as_family import check_as, family
-from checkpoint.harness import VOCAB, Peer, logits, our_logits
-from qkv.checkpoint.huggingface import read_config, write_config
+from checkpoint.as_family import check_as, drawn, family
+from checkpoint.harness import VOCAB, Peer, batch, deviation, logits, our_logits
+from qkv.checkpoint.huggingface import read_config, read_model, write_config
+from qkv.checkpoint.safetensors import File, write
 from qkv.errors import CheckpointError
 
 SMALL = {
@@ -134,6 +137,95 @@ def test_the_released_config_is_the_preset_both_ways() -> None:
     }
     derived = {key: value for key, value in GEMMA_3_270M.items() if key != "layer_types"}
     assert read_config(derived) == preset
+
+
+VISION = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+TOLD = r"tensors \(.*\) are not loaded: they belong to the vision part"
+
+
+def multimodal() -> Any:
+    """A model that reads images as well. Of the vocabulary the last ids stand for images."""
+    text = SMALL | {"num_hidden_layers": 7, "sliding_window": 5, "query_pre_attn_scalar": 12}
+    tokens = {"boi_token_index": 93, "eoi_token_index": 94, "image_token_index": 95}
+    config = t.Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4, **tokens)
+    return drawn(t.Gemma3ForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_model_of_a_multimodal_one_is_read_and_the_rest_told(prefix: str, tmp_path: Path) -> None:
+    # The releases write `language_model.model.layers`; those of some months `model.language_model.layers`.
+    theirs = multimodal()
+    theirs.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    held = {name: np.array(value) for name, value in File(file).items()}
+    vision = "" if prefix.startswith("language_model") else "model."
+    text = {name: array for name, array in held.items() if name.startswith("language_model.model.")}
+    renamed = {name.replace("language_model.model.", prefix): array for name, array in text.items()}
+    write(file, renamed | {f"{vision}{name}": array for name, array in held.items() if name not in text})
+    with pytest.warns(UserWarning, match=f"{len(held) - len(text)} {TOLD}"):
+        lm = qkv.load(tmp_path / "theirs")
+    tokens, valid = batch("right")
+    tokens = tokens.clamp(max=92)
+    with torch.no_grad():
+        expected = logits(theirs, tokens, valid)
+        assert deviation(expected, our_logits(lm.model, tokens, valid), valid) < 1e-4
+    lm.save(tmp_path / "ours", "hf")
+    again = t.Gemma3ForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    with torch.no_grad():
+        assert deviation(expected, logits(again, tokens, valid), valid) < 1e-5
+    saved = File(tmp_path / "ours" / "model.safetensors")
+    assert {name.removeprefix("language_model.") for name in text} == set(saved)
+    assert all(np.array_equal(saved[name.removeprefix("language_model.")], text[name]) for name in text)
+
+
+def test_unknown_tensors_of_a_multimodal_model_are_refused(tmp_path: Path) -> None:
+    multimodal().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    held = {name: np.array(value) for name, value in File(file).items()}
+    write(file, held | {"audio_tower.weight": np.ones(3, np.float32)})
+    with pytest.warns(UserWarning, match=TOLD), pytest.raises(CheckpointError, match=r"audio_tower\.weight is not und"):
+        read_model(tmp_path)
+
+
+# As google/gemma-3-4b-it has it: what it leaves out is what the peer's config class says.
+GEMMA_3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+    "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "model_type": "gemma3", "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": LINEAR, "sliding_window": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+    },
+}  # fmt: skip
+
+
+def test_a_released_multimodal_config_is_its_text_model() -> None:
+    config = read_config(GEMMA_3_4B)
+    peer = t.Gemma3Config(**{key: GEMMA_3_4B[key] for key in ("text_config", "vision_config")}).text_config
+    assert config == read_config(peer.to_dict() | {"architectures": ["Gemma3ForCausalLM"]})
+    d, v = 2560, 262_208
+    layer = 4 * d + 2 * 256 + d * (2 * 8 + 2 * 4) * 256 + 3 * d * 10_240
+    assert config.n_parameters == v * d + 34 * layer + d == 3_880_263_168
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (GEMMA_3_4B | {"audio_config": {}}, r"audio_config \({}\) is not understood"),
+        (GEMMA_3_4B | {"text_config": {"hidden_sise": 1}}, r"text_config: hidden_sise \(1\) is not understood"),
+        (GEMMA_3_4B | {"text_config": None}, "text_config must be a table"),
+    ],
+)
+def test_what_a_multimodal_config_says_wrongly_is_named(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_config(data)
 
 
 @pytest.mark.parametrize(

@@ -312,7 +312,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "partial": ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count must be the width of a head \(8\)"),
     "scaling": ({"llama.rope.scaling.type": "ntk"}, "rope.scaling.type is 'ntk'; this qkv knows none, linear, yarn"),
     "theta": ({"llama.rope.freq_base": -1.0}, r"rope\.freq_base is -1\.0, but must be a positive number"),
-    "split": ({"split.count": 2}, "is one part of several; join them first"),
+    "split": ({"split.count": 2}, "is one part of 2, which are found by their names"),
     "width": ({"llama.feed_forward_length": 48}, r"blk\.0\.ffn_down\.weight gives shape \(32, 64\), but .* \(32, 48\)"),
 }  # fmt: skip
 

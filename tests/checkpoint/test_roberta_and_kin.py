@@ -193,7 +193,7 @@ BIGBIRD_LEGACY = {
 
 def without_pooler(model: nn.Module) -> nn.Module:
     """The peer's masked LM carries a pooler that nothing reads, and stores it."""
-    if isinstance(model, t.BigBirdForMaskedLM | t.BigBirdForTokenClassification):
+    if not isinstance(model, t.BigBirdModel):
         model.bert.pooler = model.bert.activation = None
     return model
 
@@ -233,12 +233,15 @@ PEERS = {
     "distilbert-span": distilbert("DistilBertForQuestionAnswering", plain_span, old={}),
     "roformer": roformer("RoFormerForMaskedLM", old={}),
     "roformer-model": roformer("RoFormerModel", roformer_hidden, old={}),
+    "roformer-classifier": roformer("RoFormerForSequenceClassification", num_labels=3, old=labels(3)),
+    "roformer-classifier-relu": roformer("RoFormerForSequenceClassification", hidden_act="relu"),
     "roformer-tokens": roformer("RoFormerForTokenClassification", num_labels=3, old=labels(3)),
     "roformer-span": roformer("RoFormerForQuestionAnswering", peer_span, old={}),
     "bigbird": bigbird("BigBirdForMaskedLM", old={}),
     "bigbird-pretraining": bigbird("BigBirdForMaskedLM", old={"architectures": ["BigBirdForPreTraining"]}),
     "bigbird-model": bigbird("BigBirdModel", peer_vectors, old={}),
     "bigbird-scaled": bigbird("BigBirdModel", peer_vectors, rescale_embeddings=True, use_bias=False),
+    "bigbird-classifier": bigbird("BigBirdForSequenceClassification", num_labels=4, old=labels(4)),
     "bigbird-tokens": bigbird("BigBirdForTokenClassification", num_labels=4, old=labels(4)),
 }  # fmt: skip
 
@@ -275,6 +278,27 @@ def test_windows_alike_are_one_block_and_cycles_stay_cycles() -> None:
         assert found == [Longformer(window=window) for window in listed]
     with pytest.raises(CheckpointError, match="attention_window has 3 windows for 4 layers"):
         read_config({**base, "attention_window": [2, 2, 2]})
+
+
+@pytest.mark.parametrize("name", ["roberta-model", "xlm-roberta-model", "longformer-model", "bigbird-model"])
+def test_a_bare_model_without_its_pooler_is_its_hidden_states(name: str, tmp_path: Path) -> None:
+    theirs = drawn(PEERS[name].make())
+    theirs.save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
+    file = tmp_path / "theirs" / "model.safetensors"
+    held = {key: np.array(value) for key, value in File(file).items()}
+    write(file, {key: value for key, value in held.items() if not key.startswith("pooler.")})
+    lm = qkv.load(tmp_path / "theirs")
+    tokens, valid = batch("right")
+    run = long_call if name == "longformer-model" else plain_call
+    inputs = {"global_tokens": global_tokens(tokens)} if name == "longformer-model" else {}
+    with torch.no_grad():
+        expected = run(theirs, tokens, valid).last_hidden_state
+        assert deviation(expected, lm.model(tokens, valid=valid, **inputs).hidden, valid) < 1e-4
+    assert lm.config.head.kind == "none"
+    lm.save(tmp_path / "ours", "hf")
+    again = File(tmp_path / "ours" / "model.safetensors")
+    assert {key for key in held if not key.startswith("pooler.")} == set(again)
+    assert all(np.array_equal(again[key], held[key]) for key in again)
 
 
 def test_a_stored_table_of_sines_is_ignored(tmp_path: Path) -> None:

@@ -11,12 +11,21 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.checkpoint.huggingface import read_model, write_folder
+from qkv.checkpoint.families import FAMILIES
+from qkv.checkpoint.huggingface import read_config, read_model, token_ids, write_folder
+from qkv.checkpoint.rules import Tied, to_ours, to_theirs
 from qkv.checkpoint.safetensors import INDEX, SINGLE, File, write
+from qkv.checkpoint.source import read_source
 from qkv.config.presets import preset
 from qkv.errors import CheckpointError
 
 TIED, UNTIED = preset("llama-3.2-1b").toy(), preset("llama-3-8b").toy()
+LLAMA = next(family for family in FAMILIES if family.name == "llama").rules
+ROBERTA = {
+    "model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "vocab_size": 96, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 42,
+    "pad_token_id": 1, "type_vocab_size": 1,
+}  # fmt: skip
 Tensors = dict[str, np.ndarray]
 
 
@@ -67,6 +76,42 @@ def test_b67_a_copy_of_the_tied_head_is_accepted_if_equal(tmp_path: Path) -> Non
     assert "head.weight" not in tensors
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
     assert "lm_head.weight is tied to model.embed_tokens.weight by the config, but differs from it" in refusal(folder)
+
+
+def test_a_tied_tensor_may_stand_under_its_second_name_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    write_folder(folder, TIED, weights(TIED))
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    assert np.array_equal(read_model(folder)[1]["embed.tokens.weight"], weights(TIED)["embed.tokens.weight"])
+
+
+def test_a_copy_of_a_tensor_that_nobody_has_is_refused() -> None:
+    # No rule of this map reads `shared.weight`: nothing would say whether the copy is right.
+    config, tied = preset("llama-3.2-1b").toy(), (Tied("copy.weight", "shared.weight"),)
+    own = to_theirs(config, LLAMA, weights(config))
+    with pytest.raises(CheckpointError, match=r"copy\.weight is tied to shared\.weight, which is missing"):
+        to_ours(config, LLAMA, own | {"copy.weight": np.ones(3, np.float32)}, tied=tied)
+
+
+def test_token_ids_of_the_source_are_written_back(tmp_path: Path) -> None:
+    source = {"eos_token_id": [2, 3], "pad_token_id": None, "vocab_size": 7}
+    source |= {"text_config": {"bos_token_id": 1, "eos_token_id": 2}}
+    write_folder(tmp_path / "m", UNTIED, weights(UNTIED), tokens=token_ids(source))
+    written = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (1, [2, 3])
+    assert "pad_token_id" not in written
+    assert written["vocab_size"] == UNTIED.vocab_size
+    assert read_model(tmp_path / "m")[0] == UNTIED
+    assert read_source(tmp_path / "m").token_ids == {"bos_token_id": 1, "eos_token_id": [2, 3]}
+
+
+def test_token_ids_do_not_overrule_the_family(tmp_path: Path) -> None:
+    # RoBERTa's positions start behind the row of the padding token.
+    config = read_config(ROBERTA)
+    write_folder(tmp_path / "m", config, weights(config), "roberta", tokens={"pad_token_id": 50, "bos_token_id": 0})
+    written = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert (written["pad_token_id"], written["bos_token_id"]) == (1, 0)
+    assert read_model(tmp_path / "m")[0] == config
 
 
 def test_b69_a_tied_tensor_stays_one_storage(tmp_path: Path) -> None:
@@ -160,6 +205,7 @@ def test_an_absent_head_that_is_not_tied_is_missing(folder: Path) -> None:
         ({"rope_thetta": 1.0}, "rope_thetta (1.0) is not understood"),
         ({"hidden_act": "mish"}, "hidden_act is 'mish'; this qkv knows"),
         ({"model_type": "lama"}, "model_type is 'lama'; this qkv knows"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "of model_type 'llama' this qkv knows LlamaForCausalLM"),
         ({"num_key_value_heads": 3}, "describes no model that can exist"),
         ({"rope_scaling": {"rope_type": "yarm"}}, "rope_type is 'yarm'; this qkv knows"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "fractor": 1}}, "has unknown fractor"),

@@ -23,6 +23,7 @@ import qkv
 from checkpoint.as_family import check_as
 from checkpoint.harness import VOCAB, Peer, batch, check, deviation, load_ours, our_logits, randomised
 from qkv.checkpoint.huggingface import read_config, read_model
+from qkv.config import LinearScaling, NoScaling
 from qkv.errors import CheckpointError
 
 Settings = dict[str, Any]
@@ -157,10 +158,16 @@ class ChatGlm(Published):
         return shapes | {"transformer.output_layer.weight": vocab}
 
     def rotate(self, x: Tensor) -> Tensor:
-        """The first half of each head, elements 2i and 2i + 1 as a pair."""
-        half = x.shape[-1] // 2
-        frequency = 1.0 / 10_000 ** (torch.arange(0, half, 2).float() / half)
-        angle = torch.outer(torch.arange(len(x)).float(), frequency)[:, None, None, :]
+        """The first half of each head, elements 2i and 2i + 1 as a pair.
+
+        The ratio divides positions in the code beside chatglm2-6b-32k, and multiplies the base in that beside
+        chatglm3-6b-32k and glm-4-9b.
+        """
+        half, ratio = x.shape[-1] // 2, self.config.get("rope_ratio", 1)
+        divides = "chatglm2" in self.config.get("_name_or_path", "")
+        base, positions = (10_000, torch.arange(len(x)) / ratio) if divides else (10_000 * ratio, torch.arange(len(x)))
+        frequency = 1.0 / base ** (torch.arange(0, half, 2).float() / half)
+        angle = torch.outer(positions.float(), frequency)[:, None, None, :]
         turned, kept = x[..., :half], x[..., half:]
         even, odd = turned[..., 0::2], turned[..., 1::2]
         pairs = (even * angle.cos() - odd * angle.sin(), odd * angle.cos() + even * angle.sin())
@@ -250,6 +257,9 @@ PEERS = {
     "qwen-dynamic-only": transcribed(Qwen, SMALL_QWEN, use_logn_attn=False),
     "chatglm": transcribed(ChatGlm, SMALL_CHATGLM),
     "chatglm-one-group": transcribed(ChatGlm, SMALL_CHATGLM, multi_query_group_num=1, layernorm_epsilon=1e-3),
+    "chatglm2-32k": transcribed(ChatGlm, SMALL_CHATGLM, rope_ratio=16),
+    "chatglm3-32k": transcribed(ChatGlm, SMALL_CHATGLM, rope_ratio=50, _name_or_path="THUDM/chatglm3-6b-32k"),
+    "glm-4": transcribed(ChatGlm, SMALL_CHATGLM, rope_ratio=500, _name_or_path="THUDM/glm-4-9b-chat"),
     "chatglm-no-bias-wide-heads": transcribed(ChatGlm, SMALL_CHATGLM, add_qkv_bias=False, kv_channels=12),
 }
 
@@ -300,6 +310,14 @@ def test_scaling_scores_by_layer_changes_nothing(tmp_path: Path) -> None:
     assert read_config(theirs.config) == read_config(SMALL_CHATGLM)
 
 
+def test_the_ratio_means_what_the_release_named_makes_of_it() -> None:
+    of = {name: read_config(CHATGLM | {"rope_ratio": 50, "_name_or_path": name}) for name in ("chatglm2", "chatglm3")}
+    divided, multiplied = (of[name].decoder.block(0).attention.positions for name in ("chatglm2", "chatglm3"))  # type: ignore[union-attr]
+    assert (divided.theta, divided.scaling) == (10_000.0, LinearScaling(factor=50))
+    assert (multiplied.theta, multiplied.scaling) == (500_000.0, NoScaling())
+    assert read_config(CHATGLM | {"rope_ratio": 1, "_name_or_path": "anything"}) == read_config(CHATGLM)
+
+
 def test_stored_frequencies_are_ignored_by_name(tmp_path: Path) -> None:
     # THUDM/chatglm2-6b and chatglm3-6b hold `transformer.rotary_pos_emb.inv_freq`.
     randomised(ChatGlm(SMALL_CHATGLM)).save_pretrained(tmp_path)
@@ -337,7 +355,7 @@ def test_published_chatglm_configs_are_the_presets(preset: str, length: int) -> 
         (QWEN, {"intermediate_size": 11007}, "must be even"),
         (QWEN, {"visual": {"layers": 48}}, "visual"),
         (QWEN, {"hidden_size": 4096, "n_embd": 2048}, "must be equal"),
-        (CHATGLM, {"rope_ratio": 50}, "rope_ratio is 50"),
+        (CHATGLM, {"rope_ratio": 50, "_name_or_path": "my-model"}, "set _name_or_path to 'THUDM/chatglm2-6b-32k' or"),
         (CHATGLM, {"multi_query_attention": False}, "multi_query_attention is False"),
         (CHATGLM, {"rmsnorm": False}, "rmsnorm is False"),
         (CHATGLM, {"quantization_bit": 4}, "quantization_bit is 4"),

@@ -1,10 +1,9 @@
-"""`qkv presets`, `qkv schema` and `qkv generate`."""
+"""`qkv presets` and `qkv schema`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -38,25 +37,3 @@ def test_schema_accepts_a_config_and_refuses_a_wrong_one(command: Command) -> No
     jsonschema.validate(config, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(config | {"d_model": "wide"}, schema)
-
-
-def test_generate_continues_the_prompt(command: Command, saved: Path) -> None:
-    expected = qkv.load(saved).generate("The ", 9, temperature=0.5, seed=4)
-    options = ("--max-new-tokens", "9", "--temperature", "0.5", "--seed", "4")
-    assert command("generate", str(saved), "The ", *options).out == f"The {expected.text}\n"
-    answer = json.loads(command("generate", str(saved), "The ", *options, "--json").out)
-    assert answer == {"text": expected.text, "tokens": expected.tokens, "finish_reason": "length"}
-
-
-def test_generate_refuses_an_empty_prompt_before_it_prints(command: Command, saved: Path) -> None:
-    shown = command("generate", str(saved), "", "--max-new-tokens", "5")
-    assert (shown.code, shown.out) == (2, "")
-    assert shown.err == "qkv: prompt: empty; give at least one token to continue\n"
-
-
-def test_generate_warns_beyond_the_trained_length(command: Command, saved: Path) -> None:
-    limit = qkv.load(saved).config.max_seq_len
-    assert command("generate", str(saved), "abcd", "--max-new-tokens", str(limit - 4)).err == ""
-    beyond = command("generate", str(saved), "abcd", "--max-new-tokens", str(limit - 3))
-    assert beyond.err == f"qkv: the model was trained on {limit} tokens at a time; what lies beyond may be poor\n"
-    assert beyond.code == 0

@@ -123,7 +123,7 @@ def test_generation_stops_at_a_token_that_ends_texts(tmp_path: Path) -> None:
     from qkv.text.folder import read_folder
 
     lm = qkv.TextModel(model, read_folder(tmp_path))
-    done = lm.generate("w1 w2", 5, temperature=0)
+    done = lm.generate("w1 w2", 5, decoding=qkv.Greedy())
     assert done.tokens == [7]
     assert done.finish_reason == "stop"
     assert done.text == ""
@@ -136,8 +136,8 @@ def test_b75_rows_that_pad_the_table_are_never_drawn() -> None:
     with torch.no_grad():
         model.head.bias[300] = 100.0
     lm = qkv.TextModel(model, ByteTokenizer())
-    for temperature in (0.0, 1.0):
-        assert max(lm.generate("text", 20, temperature=temperature).tokens) < 256
+    for decoding in (qkv.Greedy(), qkv.Sampling()):
+        assert max(lm.generate("text", 20, decoding=decoding).tokens) < 256
 
 
 def test_a_trained_tokenizer_is_read_again(command: Callable[..., Result], tmp_path: Path) -> None:

@@ -118,6 +118,14 @@ def _cutoffs(drawn: Fields) -> Fields:
     return {"cutoffs": tuple(sorted(set(drawn["cutoffs"])))}
 
 
+def _adaptive(drawn: Fields) -> Fields:
+    """As many ties as clusters; without projections, clusters as wide as the model, and none tied."""
+    cutoffs = _cutoffs(drawn)
+    if not drawn["projected"]:
+        return cutoffs | {"divisor": 1, "tied_projections": ()}
+    return cutoffs | {"tied_projections": drawn["tied_projections"][: len(set(drawn["cutoffs"])) + 1]}
+
+
 def _block(drawn: Fields) -> Fields:
     if drawn["cross_attention"] is None:
         return {}
@@ -141,9 +149,7 @@ REPAIRS: dict[type[c.Config], Callable[[Fields], Fields]] = {
     },
     c.Longformer: lambda drawn: {"window": 2 * drawn["window"]},
     c.AdaptiveTable: _cutoffs,
-    c.AdaptiveSoftmax: lambda drawn: (
-        _cutoffs(drawn) | {"tied_projections": drawn["tied_projections"][: len(set(drawn["cutoffs"])) + 1]}
-    ),
+    c.AdaptiveSoftmax: _adaptive,
     c.Embedding: lambda drawn: {
         "positions": drawn["positions"] if "embedding" in drawn["positions"].places else c.NoPositions()
     },
@@ -159,7 +165,7 @@ def models(draw: st.DrawFn) -> c.ModelConfig:
     if isinstance(embedding.tokens, c.AdaptiveTable):
         embedding = replaced(embedding, tokens=replaced(embedding.tokens, divisor=2))
     if isinstance(head, c.AdaptiveSoftmax):
-        head = replaced(head, divisor=2)
+        head = replaced(head, divisor=2, projected=True)
         embedding = replaced(embedding, tokens=head.table)
     elif isinstance(head, c.LanguageModel | c.MaskedLanguageModel) and head.tied:
         embedding = replaced(embedding, tokens=c.FullTable())

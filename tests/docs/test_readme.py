@@ -14,6 +14,8 @@ import pytest
 import qkv
 from qkv import config as c
 
+from .standin import put_smollm
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "README.zh-CN.md")
 
@@ -23,12 +25,22 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One thread, and a store that holds a small model in place of the published one."""
+    home = tmp_path_factory.mktemp("home")
+    put_smollm(home)
+    return {**os.environ, "OMP_NUM_THREADS": "1", "QKV_HOME": str(home)}
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_python_blocks_run_in_order(page: str) -> None:
+def test_python_blocks_run_in_order(page: str, environment: dict[str, str]) -> None:
     """One process per page: later blocks may use the names of earlier ones."""
     code = "\n".join(blocks(page, "python"))
     assert code
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert "8030261248" in done.stdout
     if page == "README.md":
@@ -48,23 +60,21 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))
-def test_commands_run(command: str, tmp_path: Path) -> None:
+def test_commands_run(command: str, tmp_path: Path, environment: dict[str, str]) -> None:
     """As typed, in an empty folder; training is cut to two steps, and what reads its folder finds it."""
     words = shlex.split(command)
     qkv_command = [sys.executable, "-m", "qkv", *words[1:]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
     def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            arguments, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False, env=environment
+            arguments, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False, env=environment, input=""
         )
 
-    quick = ["--steps", "2"]
+    quick = {"demo": ["--steps", "2"], "bench": ["--quick"]}.get(words[1], [])
     if "runs/demo" in words:
-        assert run([sys.executable, "-m", "qkv", "demo", *quick]).returncode == 0
-    done = run(qkv_command + (quick if words[1] == "demo" else []))
+        assert run([sys.executable, "-m", "qkv", "demo", "--steps", "2"]).returncode == 0
+    done = run([*qkv_command, *quick])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    assert done.stdout.strip() or words[1] == "chat"
 
 
 def test_make_targets_exist() -> None:

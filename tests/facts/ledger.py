@@ -14,7 +14,6 @@ from .ledger_bugs import BUGS
 from .ledger_errata import ERRATA, VERIFIED
 
 PARTS = {
-    "cache": "cache",
     "checkpoints": "checkpoint",
     "planner": "plan",
     "training": "train",
@@ -41,8 +40,8 @@ MODELS: dict[str, str] = {
     "GPT-3": "models::test_gpt_3 planner",
     "T5": "models::test_t5 relative::test_t5_buckets training",
     "Transformer-XL": """
-        models::test_transformer_xl relative::test_transformer_xl_rel_shift_equals_the_direct_gather cache
-        evaluation""",
+        models::test_transformer_xl relative::test_transformer_xl_rel_shift_equals_the_direct_gather
+        cache/bugs::test_b23_transformer_xl_memories_stand_before_the_segment evaluation""",
     "Shaw relative": """
         relative::test_shaw_relative_equals_brute_force relative::test_shaw_relative_has_2k_plus_1_rows evaluation""",
     "RoFormer/RoPE": """
@@ -56,10 +55,12 @@ MODELS: dict[str, str] = {
     "CodeLlama": "models::test_codellama rotary_scaling::test_e09_the_alpha_formula_does_not_give_code_llamas_theta",
     "Mistral 7B": """
         models::test_mistral sparse::test_mistral_window_equals_the_masked_full_attention
-        sparse::test_mistral_window_is_that_of_v0_1_only cache""",
+        sparse::test_mistral_window_is_that_of_v0_1_only cache/bugs::test_b06_a_window_is_a_window_in_the_cache""",
     "Qwen 1 / 2": "models::test_qwen models::test_e06_and_e07_mistral_and_qwen_2_were_trained_without_yarn",
     "ChatGLM 2/3": "models::test_chatglm rotary::test_e26_chatglm_turns_half_of_each_head",
-    "DeepSeek": "models::test_deepseek plan/cache::test_published_models_in_16_bits cache",
+    "DeepSeek": """
+        models::test_deepseek plan/cache::test_published_models_in_16_bits
+        cache/bytes::test_the_bytes_are_those_that_the_planner_predicts""",
     "Yi": "models::test_yi",
     "BLOOM + ALiBi": """
         models::test_bloom relative::test_bloom_alibi_slopes_of_112_heads
@@ -188,7 +189,9 @@ METHODS: dict[str, str] = {
         sizes::test_parameter_estimate_with_the_embedding_of_gpt_2
         sizes::test_e27_swiglu_has_three_matrices_of_8_thirds_d_and_untied_models_two_of_v_d""",
     "MLM / next-token / seq2seq": "training",
-    "KV cache": "plan/cache::test_published_models_in_16_bits cache",
+    "KV cache": """
+        plan/cache::test_published_models_in_16_bits cache/equal::test_every_model_in_two_ways
+        cache/bytes::test_the_bytes_are_those_that_the_planner_predicts""",
     "Complexity table (and Vaswani Table 1)": """
         flash::test_e40_a_layer_costs_24_n_d2_and_4_n2_d
         flash::test_complexity_four_times_the_context_is_sixteen_times_the_scores planner lab""",

@@ -147,6 +147,8 @@ CASES: dict[str, c.ModelConfig] = {
         c.LongRopeScaling(short_factor=(1.0, 1.5, 2.0), long_factor=(1.0, 3.0, 9.0), factor=4.0, original_max_seq_len=6)
     ),
     "alibi": positions(c.Alibi(), n_heads=6, n_kv_heads=3),
+    "alibi-scaled": positions(c.Alibi(scaled=True), n_heads=6, n_kv_heads=3),
+    "alibi-rounded": positions(c.Alibi(rounded=True), n_heads=6),
     "alibi-encoder": encoder(c.NoHead()).override({"encoder.layers.0.attention.positions": c.Alibi(max_bias=4.0)}),
     "t5-buckets-own": positions(c.T5Buckets(n_buckets=8, max_distance=10, bidirectional=False, shared=False)),
     "shaw": positions(c.Shaw(max_distance=3)),
@@ -170,6 +172,7 @@ CASES: dict[str, c.ModelConfig] = {
     "multi-query": decoder(block(attention=attention(n_kv_heads=1))),
     "qk-norm": decoder(block(attention=attention(qk_norm=c.RMSNorm(), positions=c.Rotary()))),
     "softcap": decoder(block(attention=attention(softcap=2.0, scale=0.7, positions=c.Alibi()))),
+    "clip": decoder(block(attention=attention(clip=0.3, n_kv_heads=2, positions=c.Rotary()))),
     "attention-sinks": decoder(block(attention=attention(sinks=True, positions=c.Rotary()))),
     "log-n": decoder(block(attention=attention(log_n=4, positions=c.Rotary(), qkv_bias=True))),
     "latent": decoder(block(attention=_LATENT)),
@@ -208,6 +211,11 @@ CASES: dict[str, c.ModelConfig] = {
         head=c.AdaptiveSoftmax(cutoffs=_CUTOFFS, divisor=2, tied_projections=(False, True, True)),
     ),
     "adaptive-untied": decoder(head=c.AdaptiveSoftmax(cutoffs=_CUTOFFS, divisor=2, tied=False)),
+    "adaptive-one-table": decoder(head=c.AdaptiveSoftmax(cutoffs=_CUTOFFS, divisor=1, projected=False)),
+    "adaptive-one-table-projected": decoder(head=c.AdaptiveSoftmax(cutoffs=_CUTOFFS, divisor=1)),
+    "adaptive-untied-unprojected": decoder(
+        head=c.AdaptiveSoftmax(cutoffs=_CUTOFFS, divisor=1, tied=False, projected=False)
+    ),
     "untied-bias-softcap": decoder(head=c.LanguageModel(tied=False, bias=True, softcap=3.0), init=c.T5Init()),
     "masked-lm": encoder(c.MaskedLanguageModel()),
     "masked-lm-untied": encoder(c.MaskedLanguageModel(tied=False, activation="relu")),
@@ -215,6 +223,7 @@ CASES: dict[str, c.ModelConfig] = {
     "next-sentence": encoder(c.NextSentence()),
     "classifier": encoder(c.Classifier(n_classes=3)),
     "classifier-mean": encoder(c.Classifier(n_classes=3, pooling="mean", hidden="relu")),
+    "classifier-gelu": encoder(c.Classifier(n_classes=3, hidden="gelu")),
     "classifier-last": decoder(head=c.Classifier(n_classes=3, pooling="last", hidden="none", bias=False)),
     "token-classifier": encoder(c.TokenClassifier(n_classes=4)),
     # topologies

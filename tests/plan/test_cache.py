@@ -6,7 +6,7 @@ import pytest
 
 from parity.cases import CASES
 from qkv.cache.spec import stored
-from qkv.config import Coordinates
+from qkv.config import Coordinates, ModelConfig
 from qkv.config.presets import preset
 from qkv.plan import kv_cache_bytes
 
@@ -61,13 +61,14 @@ def test_slots_hold_every_key_that_the_last_query_sees(name: str) -> None:
     for block, kept in zip(config.decoder.blocks, _own(config, context), strict=True):
         pattern = block.attention.pattern
         seen = sum(bool(pattern.allowed(last, Coordinates(k, None, False, 0, context))) for k in range(context))
+        assert kept is not None
         assert seen <= kept <= context
         if pattern.kind in ("causal", "sliding-window"):
             assert seen == kept
 
 
-def _own(config: object, context: int) -> list[int]:
-    return [one.slots for one in stored(config, context) if not one.name.endswith("cross_attention")]  # type: ignore[arg-type]
+def _own(config: ModelConfig, context: int) -> list[int | None]:
+    return [one.retention.slots(context) for one in stored(config) if not one.cross]
 
 
 def test_a_window_costs_the_same_at_every_length_beyond_it() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qkv.cli.tokenizer import train
 from qkv.errors import CheckpointError, DataError
 from qkv.text import language_reference, tokenizer_from
+from qkv.text.folder import read_folder
 from qkv.text.training import END, train_bpe
 
 ENGLISH = language_reference()[:60_000]
@@ -43,3 +47,25 @@ def test_what_cannot_be_trained_is_refused() -> None:
         train_bpe(["a"], 256)
     with pytest.raises(CheckpointError, match="unknown pre-tokenizer 'mine'"):
         train_bpe(["a"], 300, pre="mine")
+
+
+@pytest.mark.parametrize("existing", ["file", "folder"])
+def test_the_command_replaces_nothing(existing: str, tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("abab abab ab xy")
+    if existing == "file":
+        out.write_text("mine")
+    else:
+        out.mkdir()
+        (out / "tokenizer.json").write_text("mine")
+    with pytest.raises(DataError, match=r"out: exists already; choose another folder for the tokenizer"):
+        train(text, out, 300)
+    assert (out if existing == "file" else out / "tokenizer.json").read_text() == "mine"
+
+
+def test_the_command_takes_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("abab abab ab xy")
+    (tmp_path / "out").mkdir()
+    train(tmp_path / "text.txt", tmp_path / "out", 258)
+    assert "258 tokens" in capsys.readouterr().out
+    assert read_folder(tmp_path / "out").vocab_size == 258

@@ -20,9 +20,11 @@ from qkv.config import ModelConfig
 from qkv.nn import Transformer
 from qkv.nn.position import Rotary
 from qkv.verify import Certificate, verify
-from qkv.verify.paths import Subject, backends, batching, oracle, precision, saving
+from qkv.verify.paths import backends, batching, oracle, precision, saving
+from qkv.verify.subject import Subject
 
-QUICK = (oracle, backends, precision, batching, saving)  # compiling has a test of its own, in the unhooked process
+# Compiling has a test of its own, in the unhooked process; caches and generation have a file of theirs.
+QUICK = (oracle, backends, precision, batching, saving)
 
 
 def certificate(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> Certificate:
@@ -169,3 +171,17 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = json.loads(target.read_text())
     assert written["passed"] is True
     assert {row["verdict"] for row in written["rows"]} == {"equal"}
+
+
+def test_a_pulled_model_goes_before_the_preset_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy-size preset would pass whatever the pulled weights are."""
+    monkeypatch.setattr("qkv.verify.PATHS", (saving,))
+    monkeypatch.setenv("QKV_HOME", str(tmp_path))
+    assert "toy size" in verify("llama-3-8b").note
+    config = qkv.preset("llama-3-8b").toy()
+    arrays = {name: value.astype(np.float32) for name, value in float32_weights(config).items()}
+    write_folder(tmp_path / "llama-3-8b", config, arrays)
+    result = verify("llama-3-8b")
+    assert result.note == ""
+    assert [row.path for row in result.rows] == ["saved and loaded = itself", "peer transformers = model, float32"]
+    assert result.passed

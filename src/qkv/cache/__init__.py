@@ -1,1 +1,1 @@
-"""KV caches. So far `spec`: what a cache must hold, from the config alone."""
+"""KV caches: `spec` says what a model must keep, a layout where it lies, a codec how. No torch."""

@@ -1,28 +1,41 @@
-"""GGUF: llama.cpp's one-file models, both ways.
+"""GGUF: llama.cpp's models, both ways.
 
     config, tensors, metadata = read_gguf(path)          tensors in our names; blocks become float32
     write_gguf(path, config, tensors, "Q8_0", metadata)  metadata: `general.*`, `tokenizer.*`
 
 `gguf_file` reads and writes the container, `gguf_blocks` its number formats; `gguf_families` says as data what each
-`general.architecture` means, in both directions. A file without `output.weight`, or with a copy of the token table
-there, has a tied head. What decides the computation must be understood: an unknown key of the architecture is an error.
+`general.architecture` means, in both directions. A model in several files is read by any of them (`gguf_parts`).
+A file without `output.weight`, or with a copy of the token table there, has a tied head. What decides the computation
+must be understood: an unknown key of the architecture is an error.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from qkv.checkpoint.gguf_blocks import BY_NAME, TYPES, WRITTEN, Array, BlockType, type_name
+from qkv.checkpoint.gguf_blocks import (
+    BY_NAME,
+    TYPES,
+    WRITTEN,
+    Array,
+    BlockType,
+    as_bfloat16,
+    as_float,
+    as_half,
+    type_name,
+)
 from qkv.checkpoint.gguf_families import ARCHITECTURES, Architecture
 from qkv.checkpoint.gguf_file import File, write_file
-from qkv.checkpoint.gguf_leaves import FREQUENCIES, FREQUENCY_TENSOR, SHAPES, TIED
+from qkv.checkpoint.gguf_leaves import DIVISORS, SHAPES, TIED
+from qkv.checkpoint.gguf_parts import Parts, open_gguf
 from qkv.checkpoint.layout import identical, to_halves
-from qkv.checkpoint.rules import to_ours, to_theirs
+from qkv.checkpoint.rules import Rule, applications, to_ours, to_theirs
 from qkv.checkpoint.template import Json, Keys, read, write
 from qkv.config import ModelConfig, MultiHead
 from qkv.errors import CheckpointError, ConfigError
@@ -46,9 +59,7 @@ class Gguf(NamedTuple):
 
 def read_gguf(path: Path) -> Gguf:
     """A model from one file. Raises one CheckpointError with everything that is wrong."""
-    file = File(path)
-    if file.metadata.get("split.count", 1) not in (0, 1):
-        raise CheckpointError(f"{path}: is one part of several; join them first (llama.cpp's gguf-split --merge)")
+    file = open_gguf(path)
     unknown = [f"{name} has type {type_name(e.number)}" for name, e in file.entries.items() if e.kind is None]
     if unknown:
         known = ", ".join(kind.name for kind in TYPES.values())
@@ -59,13 +70,33 @@ def read_gguf(path: Path) -> Gguf:
         file.entries.pop(_HEAD, None)
     config = _config(architecture, _facts(file, architecture, tied), str(path))
     try:
-        tensors = to_ours(config, architecture.rules, file, ignored=architecture.ignored)
+        tensors = to_ours(config, _rules(architecture, file), file, ignored=architecture.ignored)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    return Gguf(config, tensors, file.metadata)
+    rounded = {name for one in applications(config, architecture.rules) if not one.rule.exact for name in one.ours}
+    return Gguf(config, _of_one_type(file, tensors, rounded), file.metadata)
 
 
-def _named(file: File) -> Architecture:
+def _of_one_type(file: File | Parts, tensors: dict[str, Array], rounded: set[str]) -> dict[str, Array]:
+    """Files of 16 bits have F32 for vectors: given in 16 bits too if that loses nothing, they make a model of one type.
+
+    A model of two types would be turned into float32 when it is loaded, all of it, and its matrices no longer mapped.
+    What arithmetic rounded on its way (`rounded`) may be off by what it was rounded by.
+    """
+    kinds = {entry.number for entry in file.entries.values()} - {BY_NAME["F32"].number}
+    if kinds not in ({BY_NAME["F16"].number}, {BY_NAME["BF16"].number}):
+        return tensors
+    narrow = as_half if kinds == {BY_NAME["F16"].number} else as_bfloat16
+    found = dict(tensors)
+    for name, array in tensors.items():
+        if array.dtype == np.float32:
+            found[name] = narrow(array)
+            if np.abs(as_float(found[name]) - array).max(initial=0.0) > (2**-24 if name in rounded else 0):
+                return tensors
+    return found
+
+
+def _named(file: File | Parts) -> Architecture:
     name = file.metadata.get("general.architecture")
     found = [architecture for architecture in ARCHITECTURES if isinstance(name, str) and architecture.name == name]
     if not found:
@@ -76,7 +107,17 @@ def _named(file: File) -> Architecture:
     return found[0]
 
 
-def _is_tied(file: File) -> bool:
+def _rules(architecture: Architecture, file: File | Parts) -> tuple[Rule, ...]:
+    """The architecture's rules, with those of older files in place of the ones whose tensors the file has otherwise."""
+    replaced: dict[tuple[str, ...], Rule] = {}
+    for rule in architecture.older:
+        name = re.compile(re.escape(rule.theirs[0]).replace(r"\{i\}", r"\d+").replace(r"\{e\}", r"\d+"))
+        if any(name.fullmatch(found) for found in file):
+            replaced[rule.ours] = rule
+    return tuple(replaced.get(rule.ours, rule) for rule in architecture.rules)
+
+
+def _is_tied(file: File | Parts) -> bool:
     """Whether the head is the token table: no head of its own, or a copy to the bit."""
     head, table = file.entries.get(_HEAD), file.entries.get(_TABLE)
     if head is None or table is None:
@@ -85,13 +126,13 @@ def _is_tied(file: File) -> bool:
     return same and identical(file.raw(_HEAD), file.raw(_TABLE))
 
 
-def _facts(file: File, architecture: Architecture, tied: bool) -> Json:
+def _facts(file: File | Parts, architecture: Architecture, tied: bool) -> Json:
     """The keys of the architecture, and what its leaves want to know of the tensors."""
     prefix = architecture.name + "."
     facts = {k.removeprefix(prefix): _plain(v) for k, v in file.metadata.items() if k.startswith(prefix)}
     facts |= {key: value for key, value in file.metadata.items() if key.startswith("qkv.")}
     facts |= {SHAPES: {name: entry.shape for name, entry in file.entries.items()}, TIED: tied}
-    return facts | ({FREQUENCIES: file[FREQUENCY_TENSOR]} if FREQUENCY_TENSOR in file else {})
+    return facts | {fact: file[tensor] for fact, tensor in DIVISORS.items() if tensor in file}
 
 
 def _plain(value: Any) -> Any:
@@ -102,8 +143,8 @@ def _plain(value: Any) -> Any:
 
 _COUNTS = (
     "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.sliding_window",
-    "rope.dimension_count", "rope.scaling.original_context_length",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
+    "rope.scaling.original_context_length",
 )  # fmt: skip
 _ARRAYS = ("attention.sliding_window_pattern",)
 """The keys that may differ between layers."""
@@ -118,6 +159,8 @@ def _implausible(facts: Json) -> Iterator[str]:
             yield f"{key} is not the same in every layer, which is not understood"
         elif key in _COUNTS and (not isinstance(value, int) or value < 1):
             yield f"{key} is {value!r}, but must be a positive whole number"
+        elif key == "attention.sliding_window" and (not isinstance(value, int) or value < 0):
+            yield f"{key} is {value!r}, but must be a whole number, 0 for none"
         elif key.startswith("rope.") and not key.endswith(("type", "finetuned")) and not _is_positive(value):
             yield f"{key} is {value!r}, but must be a positive number"
     if isinstance(facts.get("block_count"), int) and facts["block_count"] > len(facts[SHAPES]):
@@ -196,8 +239,7 @@ def _exported(
     write(architecture.template, config.to_dict(), facts)
     facts = {key: value for key, value in facts.items() if value is not None}
     theirs = to_theirs(config, architecture.rules, tensors)
-    if FREQUENCIES in facts:
-        theirs[FREQUENCY_TENSOR] = facts[FREQUENCIES]
+    theirs |= {tensor: facts[fact] for fact, tensor in DIVISORS.items() if fact in facts}
     shapes = {SHAPES: {name: array.shape for name, array in theirs.items()}, TIED: _HEAD not in theirs}
     again = _config(architecture, {key: _rounded(value) for key, value in facts.items()} | shapes, "reading it again")
     wanted, found = _computation(config), _computation(again)
@@ -229,9 +271,14 @@ def _computation(config: ModelConfig) -> Json:
 
 
 def _undropped(tree: Any) -> Any:
+    """Without dropout, and with divisors of rotary pairs as precise as files, and the peer, have them."""
+    if isinstance(tree, list):
+        return [_undropped(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    return {key: _undropped(value) for key, value in tree.items() if key != "dropout"}
+    kept = {key: _undropped(value) for key, value in tree.items() if key != "dropout"}
+    rounded = {key: np.float32(kept[key]).tolist() for key in ("short_factor", "long_factor") if key in kept}
+    return kept | rounded
 
 
 def _stored_as(name: str, array: Array, dtype: str) -> BlockType:

@@ -91,6 +91,20 @@ def as_float(array: Array) -> Array:
     return array.astype(np.float32, copy=False)
 
 
+def as_half(array: Array) -> Array:
+    """float32 as float16, to the nearest."""
+    with np.errstate(over="ignore"):
+        return array.astype(np.float16)
+
+
+def as_bfloat16(array: Array) -> Array:
+    """float32 as bfloat16, to the nearest and among two to the even one, as bits in uint16; NaN stays NaN."""
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    quiet = ((bits >> 16) | 0x40).astype(np.uint16)
+    return np.where(np.isnan(array), quiet, nearest)
+
+
 def encode(name: str, array: Array, kind: BlockType) -> Array:
     """Bytes (uint8, one axis) of the tensor `name`; raises CheckpointError where the type cannot hold it."""
     numbers = np.ascontiguousarray(as_float(array))

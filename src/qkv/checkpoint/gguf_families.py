@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from qkv.checkpoint.gguf_leaves import (
-    FREQUENCY_TENSOR,
+    DIVISORS,
     HEADS,
     N_LAYERS,
     TIED,
@@ -16,11 +17,12 @@ from qkv.checkpoint.gguf_leaves import (
     Rotate,
     Rows,
     Width,
+    Window,
     Windows,
 )
 from qkv.checkpoint.layers import Layers
 from qkv.checkpoint.layout import FromPairs
-from qkv.checkpoint.ops import Op, Split
+from qkv.checkpoint.ops import Op, Split, Stack
 from qkv.checkpoint.rules import Ignored, Rule
 from qkv.checkpoint.template import Case, Json, Key
 
@@ -37,6 +39,8 @@ class Architecture:
     free: tuple[str, ...] = ()
     """Keys that say nothing about what we compute."""
     ignored: tuple[Ignored, ...] = ()
+    older: tuple[Rule, ...] = ()
+    """How older files hold what a rule above makes: where a file does, it replaces that rule. They are not written."""
 
 
 FREE = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "rope.scaling.original_context_length")
@@ -163,10 +167,14 @@ EXPERTS = (
         for part in ("gate", "up", "down")
     ),
 )
-FREQUENCIES = Ignored(FREQUENCY_TENSOR.replace(".", r"\."), "read into the config")
+OLDER_EXPERTS = tuple(
+    Rule(f"blk.{{i}}.ffn_{part}.{{e}}.weight", f"decoder.layers.{{i}}.ffn.experts.{part}_proj", Stack())
+    for part in ("gate", "up", "down")
+)
+FREQUENCIES = Ignored("|".join(map(re.escape, DIVISORS.values())), "read into the config")
 
 _GEMMA = {"embedding": {"scale": "sqrt_d_model"}}
-_gpt2_fused = tuple(f"decoder.layers.{{i}}.attention.{part}_proj" for part in "qkv")
+_fused = tuple(f"decoder.layers.{{i}}.attention.{part}_proj" for part in "qkv")
 
 ARCHITECTURES = (
     Architecture(
@@ -195,6 +203,32 @@ ARCHITECTURES = (
         ),
         (*FRAME, *projections("decoder", FromPairs()), *outputs("decoder"), *EXPERTS, *norm_rules(PRE_NORMS)),
         free=(*FREE, "expert_used_count"),
+        ignored=(FREQUENCIES,),
+        older=OLDER_EXPERTS,
+    ),
+    # Queries, keys and values lie one after the other in one tensor, gate and up in another.
+    Architecture(
+        "phi3",
+        model(
+            uniform(
+                heads(qkv_bias=False, o_bias=False, pattern=Window(), positions=Rotate(long=True)),
+                SWIGLU | {"bias": False},
+                RMS,
+            )
+        ),
+        (
+            *FRAME,
+            Rule("blk.{i}.attn_qkv.weight", tuple(f"{name}.weight" for name in _fused), Split()),
+            Rule("blk.{i}.attn_output.weight", "decoder.layers.{i}.attention.o_proj.weight"),
+            Rule(
+                "blk.{i}.ffn_up.weight",
+                tuple(f"decoder.layers.{{i}}.ffn.{part}_proj.weight" for part in ("gate", "up")),
+                Split(),
+            ),
+            Rule("blk.{i}.ffn_down.weight", "decoder.layers.{i}.ffn.down_proj.weight"),
+            *norm_rules(PRE_NORMS),
+        ),
+        free=FREE,
         ignored=(FREQUENCIES,),
     ),
     Architecture(
@@ -250,7 +284,7 @@ ARCHITECTURES = (
             *FRAME,
             Rule("position_embd.weight", "embed.positions.weight"),
             *(
-                Rule(f"blk.{{i}}.attn_qkv.{kind}", tuple(f"{name}.{kind}" for name in _gpt2_fused), Split())
+                Rule(f"blk.{{i}}.attn_qkv.{kind}", tuple(f"{name}.{kind}" for name in _fused), Split())
                 for kind in ("weight", "bias")
             ),
             *outputs("decoder"),

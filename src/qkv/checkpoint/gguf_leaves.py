@@ -1,8 +1,9 @@
 """What GGUF's metadata needs besides plain keys: facts that stand in tensors, and rotary positions.
 
-Keys here lack the architecture's name in front: `attention.head_count` stands for `llama.attention.head_count`. Three
-more entries come from the tensors: `@shapes` (name -> shape), `@tied` (whether the head is the token table), and
-`@rope_freqs` (a divisor for each rotary pair, if the file has them), which a llama3 rule also writes.
+Keys here lack the architecture's name in front: `attention.head_count` stands for `llama.attention.head_count`. More
+entries come from the tensors: `@shapes` (name -> shape), `@tied` (whether the head is the token table), and, if the
+file has them, divisors of the rotary pairs' frequencies: `@rope_freqs`, which a llama3 rule also writes, and LongRoPE's
+`@rope_long` and `@rope_short`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from qkv.checkpoint.ops import Array, Op, Place
 from qkv.checkpoint.template import Json, Key, Keys, Leaf, Quotient
 from qkv.errors import CheckpointError
 
-SHAPES, TIED, FREQUENCIES = "@shapes", "@tied", "@rope_freqs"
-FREQUENCY_TENSOR = "rope_freqs.weight"
+SHAPES, TIED = "@shapes", "@tied"
+FREQUENCIES, LONG, SHORT = "@rope_freqs", "@rope_long", "@rope_short"
+DIVISORS = {FREQUENCIES: "rope_freqs.weight", LONG: "rope_factors_long.weight", SHORT: "rope_factors_short.weight"}
+"""The tensors that hold one divisor per rotary pair."""
 
 HEADS = Key("attention.head_count")
 HEAD_DIM = Key("attention.key_length", Quotient("embedding_length", "attention.head_count"))
@@ -82,6 +85,8 @@ class Rotate(Leaf):
     """Whether the file's scaling speaks of these layers."""
     whole: bool = False
     """Whether a head must turn as a whole, because its rows come in pairs."""
+    long: bool = False
+    """Whether LongRoPE's two lists of factors are written: other architectures' readers do not look for them."""
 
     def read(self, keys: Keys) -> Json:
         head_dim = HEAD_DIM.read(keys)
@@ -98,14 +103,17 @@ class Rotate(Leaf):
         trained = keys.get("rope.scaling.original_context_length", keys.get("context_length"))
         times = keys.get("rope.scaling.attn_factor", 1.0)
         fast, slow = keys.get("rope.scaling.yarn_beta_fast", 32.0), keys.get("rope.scaling.yarn_beta_slow", 1.0)
-        divisors = keys.get(FREQUENCIES, None)
+        divisors = {fact: keys.get(fact, None) for fact in DIVISORS}
         written = {name: keys.get(key, None) for name, key in _OURS.items()}
-        if divisors is not None:
-            if kind not in ("linear", "none", "longrope") or (kind == "linear" and factor != 1):
-                raise CheckpointError(
-                    f"{keys.name}: {FREQUENCY_TENSOR} beside rope.scaling.type {kind!r}: not understood"
-                )
-            return _from_divisors(np.asarray(divisors, np.float64), theta, width, written)
+        found = {fact: np.asarray(held, np.float64) for fact, held in divisors.items() if held is not None}
+        if found:
+            beside = kind in ("none", "longrope") or (kind == "linear" and factor == 1)
+            if not beside or set(found) not in ({FREQUENCIES}, {LONG, SHORT}):
+                tensors = ", ".join(DIVISORS[fact] for fact in found)
+                raise CheckpointError(f"{keys.name}: {tensors} beside rope.scaling.type {kind!r}: not understood")
+            if FREQUENCIES in found:
+                return _from_divisors(found[FREQUENCIES], theta, width, written)
+            return _longrope(found[SHORT], found[LONG], keys.get("context_length"), trained, times)
         if kind == "none" or (kind == "linear" and factor == 1):
             return {"kind": "none"}
         if kind == "linear":
@@ -126,6 +134,9 @@ class Rotate(Leaf):
         if scaling["kind"] == "llama3":
             out |= {_OURS[name]: scaling[name] for name in _OURS}
             out[FREQUENCIES] = _divisors(scaling, value["theta"], out["rope.dimension_count"]).astype(np.float32)
+            return
+        if scaling["kind"] == "longrope":
+            _write_longrope(scaling, out, self.long)
             return
         out["rope.scaling.type"] = scaling["kind"]
         out["rope.scaling.factor"] = scaling.get("factor")
@@ -154,9 +165,41 @@ def _from_divisors(divisors: Array, theta: float, width: int, written: Json) -> 
         known = None not in numbers.values() and numbers["low_freq_factor"] < numbers["high_freq_factor"]
         if known and len(divisors) == width // 2 and np.allclose(_divisors(rule, theta, width), divisors, rtol=1e-5):
             return rule
-    each = [float(str(np.float32(divisor))) for divisor in divisors]
-    same = {"short_factor": each, "long_factor": each, "factor": 1.0, "attention_factor": 1.0}
-    return {"kind": "longrope", **same, "original_max_seq_len": 1}
+    return {"kind": "longrope", "short_factor": _each(divisors), "long_factor": _each(divisors), **_UNSCALED}
+
+
+_UNSCALED = {"factor": 1.0, "attention_factor": 1.0, "original_max_seq_len": 1}
+"""What LongRoPE says besides its factors where a file has one list of divisors, for every length."""
+
+
+def _each(divisors: Array) -> list[float]:
+    return [float(str(np.float32(divisor))) for divisor in divisors]
+
+
+def _longrope(short: Array, long: Array, whole: int, trained: int, times: float) -> Json:
+    """LongRoPE's factors; `times` is by what cosines and sines are multiplied, often what follows from the lengths."""
+    scaling = {"short_factor": _each(short), "long_factor": _each(long), "original_max_seq_len": trained}
+    scaling |= {"kind": "longrope", "factor": whole / trained}
+    usual = trained > 1 and whole >= trained and math.isclose(times, _attention_factor(scaling), rel_tol=1e-6)
+    return scaling if usual else scaling | {"attention_factor": times}
+
+
+def _write_longrope(scaling: Json, out: Json, long: bool) -> None:
+    if scaling["short_factor"] == scaling["long_factor"] and _UNSCALED.items() <= scaling.items():
+        out[FREQUENCIES] = np.asarray(scaling["short_factor"], np.float32)
+    if not long:
+        return
+    out["rope.scaling.original_context_length"] = scaling["original_max_seq_len"]
+    given = scaling.get("attention_factor")
+    out["rope.scaling.attn_factor"] = float(_attention_factor(scaling) if given is None else given)
+    out |= {
+        fact: np.asarray(scaling[name], np.float32) for fact, name in ((LONG, "long_factor"), (SHORT, "short_factor"))
+    }
+
+
+def _attention_factor(scaling: Json) -> float:
+    """What LongRoPE multiplies cosines and sines with unless told otherwise."""
+    return math.sqrt(1 + math.log(scaling["factor"]) / math.log(scaling["original_max_seq_len"]))
 
 
 def _divisors(rule: Json, theta: float, width: int) -> Array:
@@ -167,6 +210,18 @@ def _divisors(rule: Json, theta: float, width: int) -> Array:
     kept = np.clip((turns - low) / (high - low), 0, 1)
     divisors: Array = 1 / ((1 - kept) / rule["factor"] + kept)
     return divisors
+
+
+@dataclass(frozen=True)
+class Window(Leaf):
+    """The pattern of all layers: a sliding window, or causal where the key is 0 or absent."""
+
+    def read(self, keys: Keys) -> Json:
+        window = keys.get("attention.sliding_window", 0)
+        return {"kind": "sliding-window", "window": window, "sinks": 0} if window else {"kind": "causal"}
+
+    def write(self, value: Any, out: Json) -> None:
+        out["attention.sliding_window"] = value.get("window")
 
 
 @dataclass(frozen=True)

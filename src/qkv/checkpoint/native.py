@@ -2,6 +2,8 @@
 
     config.json          {"format": "qkv", "version": 1, "model": <ModelConfig>, "tokenizer": {"kind": ...}}
     model.safetensors    every tensor of `ModelConfig.shapes()` by its name; a tied tensor stands once
+    tokenizer.json       the vocabulary, as the `tokenizers` library reads it; or
+    pieces.json          that of a SentencePiece tokenizer
 
 Reading is strict: the file must hold exactly the tensors of the config. Arrays are mapped, copy-on-write: nothing is
 read before it is used, and changing them changes no file. Writing is all or nothing: a new folder is made beside the
@@ -11,8 +13,6 @@ target and takes its place when it is complete.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,15 @@ import numpy.typing as npt
 
 from qkv.checkpoint.safetensors import DTYPES, File, tag_of
 from qkv.checkpoint.safetensors import write as write_file
+from qkv.checkpoint.whole_folder import whole_folder
 from qkv.config import ModelConfig
 from qkv.errors import CheckpointError, ConfigError
 
 Tensors = dict[str, npt.NDArray[Any]]
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+VOCABULARIES = {"json": "tokenizer.json", "pieces": "pieces.json"}
+"""What is large in a tokenizer's description, and the file in which it stands; older folders have it in the config."""
 _FORMAT, _VERSION = "qkv", 1
 
 
@@ -46,26 +49,18 @@ def write(folder: Path, config: ModelConfig, tensors: Tensors, tokenizer: Mappin
     check_target(folder)
     _check(folder / WEIGHTS, config, {name: (tag_of(array), array.shape) for name, array in tensors.items()})
     description = {"format": _FORMAT, "version": _VERSION, "model": config.to_dict()}
+    large: dict[str, Any] = {}
     if tokenizer is not None:
-        description["tokenizer"] = dict(tokenizer)
-    new, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{what}") for what in ("new", "old"))
-    try:
-        new.mkdir(parents=True)
-        (new / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
+        files = {part: file for part, file in VOCABULARIES.items() if part in tokenizer}
+        large = {file: tokenizer[part] for part, file in files.items()}
+        small = {part: value for part, value in tokenizer.items() if part not in files}
+        description["tokenizer"] = small | ({"files": files} if files else {})
+    with whole_folder(folder) as new:
+        (new / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        for file, content in large.items():
+            text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+            (new / file).write_text(text + "\n", encoding="utf-8")
         write_file(new / WEIGHTS, tensors)
-        if folder.exists():
-            folder.rename(old)
-        try:
-            new.rename(folder)
-        except OSError:
-            if old.exists():
-                old.rename(folder)  # the older save stays
-            raise
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def check_target(folder: Path) -> None:
@@ -74,10 +69,12 @@ def check_target(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: is a file; choose another folder to save into")
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in (CONFIG, WEIGHTS))
+    is_save = (folder / CONFIG).is_file()
+    ours = (CONFIG, WEIGHTS, *VOCABULARIES.values()) if is_save else ()
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in ours)
     if foreign:
         raise CheckpointError(f"{folder}: holds other files ({', '.join(foreign[:3])}); choose another folder")
-    if (folder / CONFIG).exists():
+    if is_save:
         _description(folder)
 
 
@@ -87,7 +84,7 @@ def is_native(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, Mapping[str, Any] | None]:
-    """The model's config, and what the folder says of its tokenizer."""
+    """The model's config, and what config.json says of its tokenizer (`read` adds the vocabulary)."""
     path, description = folder / CONFIG, _description(folder)
     unknown = sorted(description.keys() - {"format", "version", "model", "tokenizer"})
     if unknown:
@@ -108,17 +105,34 @@ def read(folder: Path) -> Native:
     path = folder / WEIGHTS
     file = File(path)
     _check(path, config, file.layout())
-    return Native(config, tokenizer, dict(file))
+    return Native(config, _with_vocabulary(folder, tokenizer), dict(file))
+
+
+def _with_vocabulary(folder: Path, tokenizer: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A tokenizer's description with what stands in files of its own."""
+    if not isinstance(tokenizer, dict) or "files" not in tokenizer:
+        return tokenizer
+    whole = dict(tokenizer)
+    files = whole.pop("files")
+    if not isinstance(files, dict) or any(VOCABULARIES.get(part) != file for part, file in files.items()):
+        raise CheckpointError(
+            f"{folder / CONFIG}: tokenizer.files is {files!r}, which is not understood; save it again"
+        )
+    return whole | {part: _json(folder / file) for part, file in files.items()}
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give a folder that qkv saved") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from None
 
 
 def _description(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give a folder that qkv saved") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error})") from None
+    description = _json(path)
     if not isinstance(description, dict) or description.get("format") != _FORMAT:
         raise CheckpointError(f'{path}: not a model that qkv saved: it lacks "format": {_FORMAT!r}')
     if description.get("version") != _VERSION:

@@ -1,17 +1,19 @@
 """Checkpoint maps as data: which of their tensors is which of ours, through which operations. Both directions, strict.
 
-A rule names templates: `{i}` is a layer, `{e}` an expert. It stands for every layer in which the config has our
-tensor, so a stack of unlike layers needs nothing special: a rule for experts applies where experts are. Every one of
-our tensors must be made by exactly one rule, every one of theirs must be used, and whatever is wrong comes in one
-message.
+A rule names templates: `{i}` is a layer (or a cluster of tokens), `{e}` an expert. It stands for every layer in which
+the config has our tensor, so a stack of unlike layers needs nothing special: a rule for experts applies where experts
+are. Every one of our tensors must be made by exactly one rule, every one of theirs must be used, and whatever is wrong
+comes in one message.
 
     Rule("h.{i}.attn.c_attn.weight", ("decoder.layers.{i}.attention.q_proj.weight", ... k, v), Transpose(), Split())
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +31,7 @@ class Rule:
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
+    """With `{c}` in the only name: as many as the config has, from 0 on."""
     ops: tuple[Op, ...]
     unless: str | None
     """One of our tensors: where the config has it, another rule speaks of these."""
@@ -49,19 +52,26 @@ class Rule:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Their tensors that carry nothing to learn."""
+    """Their tensors that carry nothing to learn, or nothing for the part of the model that is read."""
 
     pattern: str
     """A regular expression for the whole name."""
     why: str
+    told: bool = False
+    """Whether the user is warned: what is left out is a part of their model."""
 
 
 @dataclass(frozen=True)
 class Tied:
-    """Their second name of a tensor that the config ties; files may hold it, equal, or leave it out."""
+    """Their two names of a tensor that the config ties; files hold either, or both, equal. `{i}` is any number."""
 
     copy: str
     of: str
+
+    def original(self, name: str) -> str | None:
+        """The original of which this name is the copy."""
+        found = _pattern(self.copy).fullmatch(name)
+        return None if found is None else self.of.replace("{i}", found.groupdict().get("i", ""))
 
 
 @dataclass(frozen=True)
@@ -95,13 +105,16 @@ def applications(config: ModelConfig, rules: tuple[Rule, ...]) -> Iterator[Appli
     """Every rule at every place where the config has its first tensor."""
     shapes = {name: parameter.shape for name, parameter in config.shapes().items()}
     for rule in rules:
-        first = re.compile(re.escape(rule.ours[0]).replace(r"\{i\}", r"(?P<i>\d+)"))
+        first = _pattern(rule.ours[0].replace("{c}", "0"))
         for name in shapes:
             found = first.fullmatch(name)
             if found is None:
                 continue
             layer = found.groupdict().get("i")
             ours = tuple(template.replace("{i}", layer or "") for template in rule.ours)
+            if "{c}" in ours[0]:
+                counted = (ours[0].replace("{c}", str(index)) for index in itertools.count())
+                ours = tuple(itertools.takewhile(shapes.__contains__, counted))
             replaced = rule.unless is not None and rule.unless.replace("{i}", layer or "") in shapes
             if all(our in shapes for our in ours) and not replaced:
                 place = Place(config, _block(config, name, layer), tuple(shapes[our] for our in ours))
@@ -114,10 +127,14 @@ def _their_names(rule: Rule, layer: str | None, place: Place) -> tuple[str, ...]
     return tuple(n.replace("{e}", str(e)) for n in names for e in (experts if "{e}" in n else range(1)))
 
 
+def _pattern(template: str) -> re.Pattern[str]:
+    """The names that a template stands for."""
+    return re.compile(re.escape(template).replace(r"\{i\}", r"(?P<i>\d+)"))
+
+
 def _block(config: ModelConfig, name: str, layer: str | None) -> Block | None:
-    if layer is None:
-        return None
-    return config.stacks[name.partition(".")[0]].block(int(layer))
+    stack = config.stacks.get(name.partition(".")[0])
+    return None if layer is None or stack is None else stack.block(int(layer))
 
 
 def to_ours(
@@ -133,7 +150,9 @@ def to_ours(
     ours: dict[str, Array] = {}
     used: set[str] = set()
     problems: list[str] = []
-    for one in applications(config, rules):
+    made = list(applications(config, rules))
+    theirs = _with_originals(theirs, {name for one in made for name in one.theirs}, tied)
+    for one in made:
         lacking = [name for name in one.theirs if name not in theirs]
         used.update(one.theirs)
         if lacking:
@@ -161,17 +180,35 @@ def to_ours(
     return ours
 
 
+def _with_originals(theirs: Tensors, named: set[str], tied: tuple[Tied, ...]) -> Tensors:
+    """Their tensors, with the original of each copy that the file has instead of it."""
+    copies = {name: _original(name, tied) for name in theirs if name not in named}
+    found = {of: theirs[name] for name, of in copies.items() if of is not None and of not in theirs and of in named}
+    return {**theirs, **found}
+
+
+def _original(name: str, tied: Iterable[Tied]) -> str | None:
+    return next((of for pair in tied if (of := pair.original(name)) is not None), None)
+
+
 def _unused(theirs: Tensors, used: set[str], ignored: tuple[Ignored, ...], tied: tuple[Tied, ...]) -> Iterator[str]:
-    """What is wrong with each of their tensors that no rule used."""
-    copies = {pair.copy: pair.of for pair in tied}
+    """What is wrong with each of their tensors that no rule used; the user is told of parts that are left out."""
+    left_out: dict[Ignored, list[str]] = {}
     for name in theirs:
-        if name in used or any(re.fullmatch(rule.pattern, name) for rule in ignored):
+        if name in used:
             continue
-        original = copies.get(name)
-        if original is None:
-            yield f"{name} is not understood"
-        elif original in theirs and not np.array_equal(theirs[name], theirs[original]):
+        rule = next((rule for rule in ignored if re.fullmatch(rule.pattern, name)), None)
+        if rule is not None:
+            left_out.setdefault(rule, []).append(name)
+            continue
+        original = _original(name, tied)
+        if original is None or original not in theirs:
+            yield f"{name} is not understood" if original is None else f"{name} is tied to {original}, which is missing"
+        elif not np.array_equal(theirs[name], theirs[original]):
             yield f"{name} is tied to {original} by the config, but differs from it"
+    for rule, names in left_out.items():
+        if rule.told:
+            warnings.warn(f"{len(names)} tensors ({names[0]} and so on) are not loaded: {rule.why}", stacklevel=2)
 
 
 def to_theirs(config: ModelConfig, rules: tuple[Rule, ...], ours: Tensors) -> dict[str, Array]:

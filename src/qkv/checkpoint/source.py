@@ -30,6 +30,8 @@ class Source:
     tensors: Mapping[str, Array]
     family: str | None = None
     """The Hugging Face family, by which it can be written back."""
+    token_ids: Mapping[str, Any] = field(default_factory=dict)
+    """What a Hugging Face folder says of its control tokens, likewise."""
     tokenizer: Mapping[str, Any] | None = None
     """What a qkv folder says of its tokenizer."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -66,7 +68,9 @@ def read_source(path: Path) -> Source:
         from qkv.checkpoint import huggingface
 
         config, tensors = huggingface.read_model(path)
-        return Source(form, config, tensors, huggingface.family_of(_config_json(path), str(path)).name)
+        data = _config_json(path)
+        family = huggingface.family_of(data, str(path)).name
+        return Source(form, config, tensors, family, huggingface.token_ids(data))
     if form == "gguf":
         from qkv.checkpoint.gguf import read_gguf
 

@@ -153,6 +153,20 @@ class Family:
     tied: tuple[Any, ...] = ()
     spellings: tuple[Any, ...] = ()
     """Other ways in which published files write the tensors' names (`rules.Spelling`, `rules.Fallback`)."""
+    where: Json = field(default_factory=dict)
+    """Keys whose values choose this family before a later one with the same `model_type` and architecture."""
+    also: tuple[str, ...] = ()
+    """Other words that `architectures` has for the same model."""
+    optional: str | None = None
+    """A tensor of theirs; a folder without it is read as the family `instead`."""
+    instead: str | None = None
+    """The family that a model read as this one is saved as where this one cannot say it."""
+    inside: str | None = None
+    """The key whose table speaks of this model, in the config.json of a model with more parts; only read."""
+    beside: tuple[str, ...] = ()
+    """The keys beside that table that speak of the other parts."""
+    defaults: Json = field(default_factory=dict)
+    """What keys mean that are missing, where the template itself demands them."""
 
 
 def read(template: Any, keys: Keys) -> Any:

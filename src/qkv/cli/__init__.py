@@ -11,7 +11,19 @@ import sys
 
 import typer
 
-from qkv.cli import demo, generate, models, presets, schema, show, tokenizer, verify
+from qkv.cli import (
+    bench,
+    chat,
+    demo,
+    generate,
+    models,
+    presets,
+    schema,
+    show,
+    tokenizer,
+    translate,
+    verify,
+)
 from qkv.errors import QkvError
 
 app = typer.Typer(
@@ -28,7 +40,10 @@ app.command("show")(show.command)
 app.command("presets")(presets.command)
 app.command("schema")(schema.command)
 app.command("generate")(generate.command)
+app.command("chat")(chat.command)
+app.command("translate")(translate.command)
 app.command("verify")(verify.command)
+app.add_typer(bench.app, name="bench")
 app.add_typer(tokenizer.app, name="tokenizer")
 app.command("pull")(models.pull)
 app.command("convert")(models.convert)

@@ -32,6 +32,7 @@ def command(
     from rich.console import Console
 
     from qkv.checkpoint.native import check_target
+    from qkv.config.decoding import Sampling
     from qkv.evaluate import Score, disjoint_windows
     from qkv.model import TextModel, build, load
     from qkv.text import ByteTokenizer, language_reference, read_text
@@ -50,7 +51,8 @@ def command(
         with console.status("measuring"):
             score = disjoint_windows(lm.model, texts.held_out, CONTEXT)
             prompt = texts.prompt()
-            return score, _indented(prompt + lm.generate(prompt, _SAMPLE, seed=seed).text)
+            done = lm.generate(prompt, _SAMPLE, decoding=Sampling(temperature=0.8, seed=seed))
+            return score, _indented(prompt + done.text)
 
     before, sample = measured(lm)
     print(f"\nBefore training: held-out loss {before.loss:.3f}, a sample:\n{sample}")

@@ -22,10 +22,13 @@ def train(
     vocab_size: Annotated[int, typer.Option(help="Tokens, the 256 bytes and the end token included.")] = 4096,
 ) -> None:
     """Train a byte-level BPE vocabulary on FILE (Sennrich 2016)."""
+    from qkv.errors import DataError
     from qkv.text.corpus import read_text
     from qkv.text.folder import write_folder
     from qkv.text.training import train_bpe
 
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise DataError(f"{out}: exists already; choose another folder for the tokenizer")
     content = read_text(text)
     tokenizer = train_bpe(content.splitlines(keepends=True), vocab_size)
     out.mkdir(parents=True, exist_ok=True)

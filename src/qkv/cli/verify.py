@@ -13,11 +13,14 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A saved folder, or a preset (checked at toy size).")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A saved or pulled model, or a preset (at toy size)."),
+    ],
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the certificate here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Show that all paths of MODEL compute the same: oracle, backends, precisions, batches, compiled, saved.
+    """Show that all paths of MODEL compute the same: oracle, backends, precisions, batches, caches, generation, saved.
 
     Exits with 1 if any path differs.
     """
@@ -47,4 +50,5 @@ def command(
 def _line(row: Row) -> str:
     if row.deviation is None:
         return f"{row.path:42} {'':9}  {'':9}  not run  {row.note}"
-    return f"{row.path:42} {row.deviation:9.2e}  {row.tolerance:9.2e}  {row.verdict:7}  {row.where} {row.note}".rstrip()
+    said = "; ".join(part for part in (row.where, row.note) if part)
+    return f"{row.path:42} {row.deviation:9.2e}  {row.tolerance:9.2e}  {row.verdict:7}  {said}".rstrip()

@@ -57,6 +57,8 @@ class MultiHead(Attention):
     """Key-value heads; by default as many as query heads."""
     qkv_bias: bool = False
     o_bias: bool = False
+    clip: PositiveFloat | None = None
+    """Queries, keys and values as they leave their projections are held between -clip and clip (MPT, DBRX)."""
     qk_norm: Norm = NoNorm()
     """Applied to each head's query and key before positions (Henry 2020)."""
     softcap: PositiveFloat | None = None
@@ -78,7 +80,8 @@ class MultiHead(Attention):
         return self.head_dim
 
     def streams(self) -> dict[str, tuple[int, int]]:
-        return {"k": (self.kv_heads, self.head_dim), "v": (self.kv_heads, self.head_dim)}
+        names = ("k", "v", "k_global", "v_global") if self.global_projections else ("k", "v")
+        return dict.fromkeys(names, (self.kv_heads, self.head_dim))
 
     def problems(self) -> Iterator[Problem]:
         if self.n_heads % self.kv_heads:

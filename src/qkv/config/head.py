@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from qkv.config.base import Positive, PositiveFloat, Probability, Problem, Tuple, Variant, expecting
-from qkv.config.embedding import AdaptiveTable, TokenTable
+from qkv.config.embedding import AdaptiveTable, FullTable, TokenTable
 from qkv.config.ffn import Activation
 from qkv.config.norm import LayerNorm, Norm
 from qkv.config.parameter import Parameter, Table, linear, under
@@ -97,8 +97,8 @@ class Classifier(Head):
     n_classes: Positive
     pooling: Literal["first", "last", "mean"] = "first"
     """The first real token (BERT), the last real token (GPT), or the mean over real tokens."""
-    hidden: Literal["none", "tanh", "relu"] = "tanh"
-    """The activation of a dense layer before the classifier (BERT, RoBERTa: tanh; DistilBERT: relu), or `none`."""
+    hidden: Literal["none", Activation] = "tanh"
+    """The activation of a dense layer before the classifier (BERT, RoBERTa: tanh; RoFormer: gelu), or `none`."""
     bias: bool = True
     dropout: Probability = 0.0
 
@@ -132,7 +132,8 @@ class AdaptiveSoftmax(Head):
 
     The first softmax ranges over the most frequent tokens and one entry per further cluster; each cluster has a
     softmax of its own over a narrower projection of the hidden state.
-    log p(token) = log p(cluster) + log p(token | cluster).
+    log p(token) = log p(cluster) + log p(token | cluster). A `divisor` of 1 makes all clusters as wide as the model:
+    their matrices may then be rows of one full token table, and the projections may be left out.
     """
 
     kind: Literal["adaptive"] = "adaptive"
@@ -142,6 +143,8 @@ class AdaptiveSoftmax(Head):
     """Whether each cluster's matrix is that of the adaptive token table."""
     tied_projections: Tuple[bool] = ()
     """For each cluster, whether its projection is the token table's too; missing ones are not."""
+    projected: bool = True
+    """Whether hidden states are projected to the cluster's width, rather than read as they are."""
     reads = "past"
 
     @property
@@ -151,18 +154,24 @@ class AdaptiveSoftmax(Head):
 
     def ties_projection(self, cluster: int) -> bool:
         """Whether the cluster's projection is the token table's."""
-        return cluster < len(self.tied_projections) and self.tied_projections[cluster]
+        return self.projected and cluster < len(self.tied_projections) and self.tied_projections[cluster]
 
     def fits(self, tokens: TokenTable) -> bool:
         """Whether what is tied exists in this token table."""
-        shares = self.tied or any(self.tied_projections)
-        return not shares or tokens == self.table
+        if any(self.tied_projections):
+            return tokens == self.table
+        rows = self.divisor == 1 and isinstance(tokens, FullTable)
+        return not self.tied or rows or tokens == self.table
 
     def problems(self) -> Iterator[Problem]:
         if not self.cutoffs or list(self.cutoffs) != sorted(set(self.cutoffs)):
             yield "cutoffs", f"must be increasing and not empty, got {list(self.cutoffs)}"
         if len(self.tied_projections) > len(self.cutoffs) + 1:
             yield "tied_projections", f"has {len(self.tied_projections)} values for {len(self.cutoffs) + 1} clusters"
+        if not self.projected and self.divisor != 1:
+            yield "projected", f"must be true, since divisor {self.divisor} makes clusters narrower than the model"
+        if not self.projected and any(self.tied_projections):
+            yield "tied_projections", "must be empty, since projected is false"
 
     def parameters(self, vocab_size: int, d_model: int) -> Table:
         tail = len(self.cutoffs)
@@ -173,7 +182,7 @@ class AdaptiveSoftmax(Head):
         for index, (start, stop, width) in enumerate(self.table.clusters(vocab_size, d_model)):
             if not self.tied:
                 table[f"clusters.{index}.weight"] = Parameter((stop - start, width), "head")
-            if not self.ties_projection(index):
+            if self.projected and not self.ties_projection(index):
                 table[f"projections.{index}.weight"] = Parameter((d_model, width), "projection")
             table[f"biases.{index}"] = Parameter((stop - start,), "zeros")
         return table

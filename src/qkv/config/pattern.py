@@ -271,8 +271,8 @@ class AllOf(Pattern):
         reaches = [pattern.reach() for pattern in self.patterns]
         behind = [reach.behind for reach in reaches if reach.behind is not None]
         ahead = [reach.ahead for reach in reaches if reach.ahead is not None]
-        sinks = max((reach.sinks for reach in reaches), default=0)
-        return Reach(min(behind, default=None), min(ahead, default=None), sinks)
+        sinks = max([reach.sinks for reach in reaches])
+        return Reach(min(behind) if behind else None, min(ahead) if ahead else None, sinks)
 
     def allowed(self, query: Coordinates, key: Coordinates) -> Array:
         result = self.patterns[0].allowed(query, key)

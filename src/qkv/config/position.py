@@ -7,6 +7,7 @@ on the scores (`alibi`, `t5-buckets`, `shaw`, `transformer-xl`); `none` acts now
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
@@ -69,6 +70,13 @@ class Learned(Positions):
 class RotaryScaling(Variant):
     """The union of rules that stretch rotary angles beyond the trained length."""
 
+    reads_length: ClassVar[bool] = False
+    """Whether the angles depend on the length of the row, so that what was stored for a shorter one may be wrong."""
+
+    def regime(self, length: int) -> int:
+        """Rows of one regime are turned by the same angles: a number that says which a row of `length` tokens is in."""
+        return 0
+
 
 class NoScaling(RotaryScaling):
     """Angles as trained."""
@@ -97,15 +105,23 @@ class DynamicNtkScaling(RotaryScaling):
     """
 
     kind: Literal["dynamic-ntk"] = "dynamic-ntk"
+    reads_length = True
     factor: PositiveFloat
     original_max_seq_len: Positive
+
+    def regime(self, length: int) -> int:
+        return length if length > self.original_max_seq_len else 0
 
 
 class QwenDynamicScaling(RotaryScaling):
     """Qwen's dynamic NTK: theta' = theta * a^(d/(d-2)) with a = max(2^ceil(log2(L/L0) + 1) - 1, 1) (Qwen 2023)."""
 
     kind: Literal["qwen-dynamic"] = "qwen-dynamic"
+    reads_length = True
     original_max_seq_len: Positive
+
+    def regime(self, length: int) -> int:
+        return max(0, math.ceil(math.log2(max(length, 1) / self.original_max_seq_len)))
 
 
 class YarnScaling(RotaryScaling):
@@ -161,11 +177,15 @@ class LongRopeScaling(RotaryScaling):
     """
 
     kind: Literal["longrope"] = "longrope"
+    reads_length = True
     short_factor: Tuple[PositiveFloat]
     long_factor: Tuple[PositiveFloat]
     factor: PositiveFloat
     original_max_seq_len: Positive
     attention_factor: PositiveFloat | None = None
+
+    def regime(self, length: int) -> int:
+        return int(length > self.original_max_seq_len)
 
     def problems(self) -> Iterator[Problem]:
         if len(self.short_factor) != len(self.long_factor):
@@ -226,6 +246,11 @@ class Alibi(Positions):
     kind: Literal["alibi"] = "alibi"
     shared: Literal[False] = False
     max_bias: PositiveFloat = 8.0
+    scaled: bool = False
+    """Whether the bias is multiplied by the attention's scale, as q . k is (Falcon-RW)."""
+    rounded: bool = False
+    """Whether positions, slopes and their products are bfloat16 numbers, whatever type the model has (Falcon-RW's
+    code): the bias is -|r(slope * q) - r(slope * k)|, with r the rounding."""
     places = ("attention",)
 
 

@@ -99,7 +99,7 @@ class Parallel(BlockModule):
 class Stack(nn.Module):
     """The layers of an encoder or decoder, the position tensors that they share, and the norm at the end."""
 
-    def __init__(self, config: c.Stack, sizes: c.Sizes) -> None:
+    def __init__(self, name: str, config: c.Stack, sizes: c.Sizes) -> None:
         super().__init__()
         self.layers = nn.ModuleList(make(block.residual, block, sizes) for block in config.blocks)
         self.positions = nn.ModuleList(
@@ -107,14 +107,18 @@ class Stack(nn.Module):
             for positions, attention in config.shared_positions
         )
         self.norm = make(config.norm, sizes.d_model)
-        self._number(config)
+        self._number(name, config)
 
-    def _number(self, config: c.Stack) -> None:
-        """Number the distinct patterns and schemes, so that each is worked out once per forward."""
+    def _number(self, name: str, config: c.Stack) -> None:
+        """Name the attentions, and number the distinct patterns and schemes: each is worked out once per forward."""
         patterns: dict[c.Pattern, int] = {}
         schemes: dict[tuple[c.Positions, int, int], int] = {}
-        for block, layer in zip(config.blocks, self.layers, strict=True):
+        for index, (block, layer) in enumerate(zip(config.blocks, self.layers, strict=True)):
             attention = block.attention
+            for own in block.sublayers:
+                mechanism = layer.get_submodule(own)
+                if isinstance(mechanism, AttentionModule):
+                    mechanism.name = f"{name}.layers.{index}.{own}"
             module = layer.get_submodule("attention")
             assert isinstance(module, AttentionModule)
             module.pattern_key = patterns.setdefault(attention.pattern, len(patterns))

@@ -7,18 +7,20 @@ A `Context` is built once per forward and stack. It holds the coordinates of que
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qkv.config import Bidirectional, Coordinates, Pattern
+from qkv.config import Coordinates, Pattern
 from qkv.config.pattern import Cover
 
 if TYPE_CHECKING:
     from qkv.nn.capture import Trace
+    from qkv.nn.memory import Memory, Streams
 
 
 class Routing(NamedTuple):
@@ -93,13 +95,53 @@ class Context:
     shared: dict[int, Any] = field(default_factory=dict)
     """The position schemes whose tensors the layers share, by number."""
     routing: list[Routing] = field(default_factory=list)
+    memory: Memory | None = None
+    """The cache, in models that read on where they ended."""
+    gathered: bool = False
+    """Whether no key that a query sees is farther than there are keys: stored ones, without sinks."""
+    _views: dict[int, Context] = field(default_factory=dict)
     _plans: dict[int, AttentionPlan] = field(default_factory=dict)
     _tables: dict[int, Any] = field(default_factory=dict)
 
-    def towards(self, source: Context) -> Context:
-        """The context of cross-attention: these queries, the source's keys."""
-        regular = self.regular and source.regular
-        return Context(self.query, source.key, regular, False, self.dtype, self.backend, self.trace)
+    def towards(self, source: Coordinates, whole: bool) -> Context:
+        """The context of cross-attention: these queries, the source's keys; `whole`: all of both exist."""
+        return Context(self.query, source, whole, False, self.dtype, self.backend, self.trace, memory=self.memory)
+
+    def seen_from(self, attention: str) -> Context:
+        """This context with the keys that the cache shows to the attention of that name."""
+        if self.memory is None or self.memory.cache.group_of.get(attention) is None:
+            return self
+        group = self.memory.group(attention)
+        if group.keys is self.query:
+            return self  # a first chunk sees itself
+        number = self.memory.cache.group_of[attention]
+        if number not in self._views:
+            self._views[number] = replace(
+                self,
+                key=group.keys,
+                regular=False,
+                contiguous=False,
+                gathered=self.memory.cache.groups[number].sinks == 0,
+                _views={},
+                _plans={},
+                _tables={},
+            )
+        return self._views[number]
+
+    def remember(self, attention: str, new: Callable[[], Streams]) -> Streams:
+        """The streams that the queries look at: those of `new`, and what the cache has. A stored source needs none."""
+        if self.memory is None:
+            return new()
+        group = self.memory.group(attention)
+        return group.stored(attention, self.dtype) if group.filled else group.append(attention, new())
+
+    @cached_property
+    def farthest(self) -> int:
+        """One more than the largest distance of a query to a key before it."""
+        if self.contiguous or self.gathered:
+            return self.key.position.shape[-1]
+        newest = self.query.position.max()
+        return int((newest - self.key.position.masked_fill(self.key.position < 0, newest).min()).clamp(min=0)) + 1
 
     def plan(self, key: int, pattern: Pattern) -> AttentionPlan:
         """The plan of the stack's pattern number `key`."""
@@ -121,16 +163,19 @@ class Context:
         order = self.query.is_global.int().argsort(dim=-1, descending=True, stable=True)
         return order[:, :n] if n else None
 
-    def global_plan(self, rows: Tensor) -> AttentionPlan:
-        """Every key of the row and document, for the queries at `rows` (B, n)."""
+    def at_rows(self, rows: Tensor) -> Context:
+        """This context for the queries at `rows` (B, n) alone."""
 
         def pick(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.expand(len(rows), -1).gather(1, rows)
 
-        query = Coordinates(pick(self.query.position), pick(self.query.document))
+        q = self.query
+        query = Coordinates(pick(q.position), pick(q.document), pick(q.is_global), q.prefix_length, pick(q.length))
         # These few rows see everything: a forced backend that is made for something else is no choice for them.
         backend = "sdpa" if self.backend in ("flash", "window") else self.backend
-        return AttentionPlan(Bidirectional(), query, self.key, "partial", False, backend)
+        return replace(
+            self, query=query, regular=False, contiguous=False, backend=backend, _views={}, _plans={}, _tables={}
+        )
 
     def table(self, key: int, scheme: Any) -> Any:
         """What the stack's position scheme number `key` computes once per forward."""

@@ -121,13 +121,14 @@ class Classifier(nn.Module):
         super().__init__()
         self.config = config
         self.pooler = None if config.hidden == "none" else nn.Linear(d_model, d_model)
+        self.activation = None if config.hidden == "none" else ACTIVATIONS[config.hidden]
         self.classifier = nn.Linear(d_model, config.n_classes, bias=config.bias)
 
     def forward(self, hidden: Hidden, table: nn.Module, valid: Valid) -> Answer:
         pooled = self.pool(hidden, valid)
-        if self.pooler is not None:
+        if self.pooler is not None and self.activation is not None:
             pooled = F.dropout(pooled, self.config.dropout, self.training)
-            pooled = ACTIVATIONS["tanh" if self.config.hidden == "tanh" else "relu"](self.pooler(pooled))
+            pooled = self.activation(self.pooler(pooled))
         return self.classifier(F.dropout(pooled, self.config.dropout, self.training)), pooled
 
     def pool(self, hidden: Hidden, valid: Valid) -> Float[Tensor, "B D"]:
@@ -179,7 +180,7 @@ class AdaptiveSoftmax(nn.Module):
         for index, (start, stop, width) in enumerate(self.bounds):
             if not config.tied:
                 self.clusters[str(index)] = nn.Embedding(stop - start, width)
-            if not config.ties_projection(index):
+            if config.projected and not config.ties_projection(index):
                 self.projections[str(index)] = nn.Linear(width, d_model, bias=False)
 
     def forward(self, hidden: Hidden, table: nn.Module, valid: Valid) -> Answer:
@@ -201,11 +202,16 @@ class AdaptiveSoftmax(nn.Module):
         """The cluster's rows: the head's own, or the token table's."""
         if not self.config.tied:
             return _weight(self.clusters[str(index)])
+        if isinstance(table, FullTable):
+            start, stop, _ = self.bounds[index]
+            return table.weight[start:stop]
         assert isinstance(table, AdaptiveTable)
         return _weight(table.clusters[index])
 
     def project(self, hidden: Hidden, index: int, table: nn.Module) -> Tensor:
         """Hidden states in the cluster's width."""
+        if not self.config.projected:
+            return hidden
         if not self.config.ties_projection(index):
             return hidden @ _weight(self.projections[str(index)])
         assert isinstance(table, AdaptiveTable)

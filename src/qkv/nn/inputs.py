@@ -7,13 +7,15 @@ GPU that would wait for the device, and in a graph it would break it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from qkv.cache.cache import Cache, Step
 from qkv.config import Coordinates, ModelConfig
-from qkv.errors import DataError
+from qkv.errors import CacheError, DataError
 
 
 @dataclass
@@ -101,17 +103,36 @@ def _default_positions(valid: Tensor | None, document: Tensor | None, like: Tens
     return torch.where(real, before, -1)
 
 
-def check_arguments(config: ModelConfig, inputs: Inputs, source: Inputs | None, reads: frozenset[str]) -> None:
+def begin(cache: Cache, inputs: Inputs) -> Step:
+    """The cache's places for these tokens."""
+    rows, size = inputs.tokens.shape
+    if rows != cache.batch:
+        raise CacheError(f"tokens: {rows} rows, but the cache has {cache.batch}; use cache.select, or make another")
+
+    def host(x: Tensor | None) -> Any:
+        return None if x is None else x.cpu().numpy()
+
+    prefix = None if inputs.prefix_length is None else inputs.prefix_length.long()
+    return cache.begin(size, host(inputs.valid), prefix_length=host(prefix), is_global=host(inputs.global_tokens))
+
+
+def check_arguments(
+    config: ModelConfig, inputs: Inputs, source: Inputs | None, reads: frozenset[str], cache: Cache | None
+) -> None:
     """One clear line for arguments that this model does not take, or lacks; `reads`: what its patterns read."""
     both = config.encoder is not None and config.decoder is not None
-    if both != (source is not None):
+    stored = cache is not None and cache.has_source
+    if (both and not stored) != (source is not None):
         need = "needs source= (B, S)" if both else "has no encoder beside its decoder: leave source out"
-        raise DataError(f"source: this model {need}")
+        raise DataError("source: the cache holds one already: leave it out" if stored else f"source: this model {need}")
+    if cache is not None:
+        _check_cache(config, inputs, cache)
     if both and inputs.documents is not None:
         raise DataError("documents: packing is for models with one stack; give one pair per row")
     if both and inputs.segments is not None:
         raise DataError("segments: not for an encoder-decoder; leave them out")
-    if ("prefix_length" in reads) != (inputs.prefix_length is not None):
+    kept = cache is not None and any(cache.lengths) and inputs.prefix_length is None
+    if not kept and ("prefix_length" in reads) != (inputs.prefix_length is not None):
         need = "needs prefix_length= (B,)" if "prefix_length" in reads else "reads no prefix: leave it out"
         raise DataError(f"prefix_length: this model {need}")
     if inputs.global_tokens is not None and "is_global" not in reads:
@@ -123,6 +144,14 @@ def check_arguments(config: ModelConfig, inputs: Inputs, source: Inputs | None, 
         _check_values(config, inputs, "tokens")
         if source is not None:
             _check_values(config, source, "source")
+
+
+def _check_cache(config: ModelConfig, inputs: Inputs, cache: Cache) -> None:
+    if cache.config is not config and cache.config != config:
+        raise CacheError("cache: made for another config; make one with Cache.for_model(model)")
+    for name in ("positions", "documents"):
+        if getattr(inputs, name) is not None:
+            raise CacheError(f"{name}: with a cache they follow from the tokens that it holds: leave them out")
 
 
 def _check_shapes(inputs: Inputs, source: Inputs | None) -> None:

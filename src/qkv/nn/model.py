@@ -14,13 +14,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from qkv.cache.cache import Cache
+from qkv.cache.store import Store
 from qkv.config import ModelConfig
 from qkv.errors import DataError
 from qkv.nn.block import Stack
 from qkv.nn.capture import active_trace
 from qkv.nn.context import Context, Routing
 from qkv.nn.embedding import Embedding
-from qkv.nn.inputs import Inputs, check_arguments
+from qkv.nn.inputs import Inputs, begin, check_arguments
+from qkv.nn.memory import Memory, store_for
 from qkv.nn.registry import make
 
 
@@ -48,8 +51,8 @@ class Transformer(nn.Module):
         self.target_embed = None
         if config.has_target_embedding:
             self.target_embed = Embedding(config.embedding, config, with_tokens=config.sharing == "none")
-        self.encoder = None if config.encoder is None else Stack(config.encoder, config.sizes)
-        self.decoder = None if config.decoder is None else Stack(config.decoder, config.sizes)
+        self.encoder = None if config.encoder is None else Stack("encoder", config.encoder, config.sizes)
+        self.decoder = None if config.decoder is None else Stack("decoder", config.decoder, config.sizes)
         self.head = make(config.head, config.vocab_size, config.d_model)
         self._reads = _reads(config)
 
@@ -65,28 +68,66 @@ class Transformer(nn.Module):
         segments: Int[Tensor, "B T"] | None = None,
         prefix_length: Int[Tensor, " B"] | None = None,
         global_tokens: Bool[Tensor, "B T"] | None = None,
+        cache: Cache | None = None,
+        logits_at: Int[Tensor, "B N"] | None = None,
         backend: str = "auto",
     ) -> Output:
-        """Run the model; docs/design.md says what each input means. `backend` forces one for every attention."""
+        """Run the model; docs/design.md says what each input means.
+
+        With a `cache`, the tokens follow those that it holds, and it holds them afterwards; `source` and
+        `prefix_length` are given with the first only. Nothing is differentiated then. `logits_at`: the indices of the
+        tokens whose logits are wanted, by default all. `backend` forces one for every attention.
+        """
         inputs = Inputs(tokens, valid, positions, documents, segments, prefix_length, global_tokens)
         if source_valid is not None and source is None:
             raise DataError("source_valid: given without source")
         seen = None if source is None else Inputs(source, source_valid)
-        check_arguments(self.config, inputs, seen, self._reads)
+        check_arguments(self.config, inputs, seen, self._reads, cache)
+        if cache is None:
+            return self._run_all(inputs, seen, None, logits_at, backend)
+        step, output = begin(cache, inputs), None
+        try:
+            with torch.no_grad():
+                memory = Memory(cache, step, tokens.device)
+                output = self._run_all(inputs, seen, memory, logits_at, backend)
+        finally:  # after an interrupt too: the cache must not count what was not read
+            cache.abort(step) if output is None else cache.commit(step)
+        return output
+
+    def cache_store(self) -> Store:
+        """Where the arrays of this model's caches lie."""
+        return store_for(next(self.parameters()))
+
+    def _run_all(
+        self, inputs: Inputs, seen: Inputs | None, memory: Memory | None, logits_at: Tensor | None, backend: str
+    ) -> Output:
         if self.encoder is None or self.decoder is None:
             stack = self.encoder if self.decoder is None else self.decoder
-            ctx = self._context(inputs, self.embed, backend)
-            return self._answer(self._run(stack, self.embed, inputs, ctx), self.embed, ctx)
-        assert seen is not None
+            ctx = self._context(inputs, self.embed, backend, memory)
+            return self._answer(self._run(stack, self.embed, inputs, ctx), self.embed, ctx, logits_at)
         target = self.embed if self.target_embed is None else self.target_embed
-        source_ctx, ctx = self._context(seen, self.embed, backend), self._context(inputs, target, backend)
-        ctx.source = self._run(self.encoder, self.embed, seen, source_ctx)
-        ctx.cross = ctx.towards(source_ctx)
-        ctx.routing = source_ctx.routing
-        return self._answer(self._run(self.decoder, target, inputs, ctx), target, ctx)
+        ctx = self._context(inputs, target, backend, memory)
+        if seen is None:
+            assert memory is not None
+            ctx.cross = ctx.towards(memory.stored_source(), whole=False)
+        else:
+            source_ctx = self._context(seen, self.embed, backend)
+            ctx.source = self._run(self.encoder, self.embed, seen, source_ctx)
+            ctx.cross = ctx.towards(source_ctx.query, whole=ctx.regular and source_ctx.regular)
+            ctx.routing = source_ctx.routing
+            if memory is not None:
+                memory.take_source(source_ctx.query.position)
+        return self._answer(self._run(self.decoder, target, inputs, ctx), target, ctx, logits_at)
 
-    def _context(self, inputs: Inputs, embed: Embedding, backend: str) -> Context:
+    def _context(self, inputs: Inputs, embed: Embedding, backend: str, memory: Memory | None = None) -> Context:
         """Where the tokens stand, and whether that is as plain as can be."""
+        trace = None if torch.compiler.is_compiling() else active_trace(self)
+        dtype = next(self.parameters()).dtype
+        if memory is not None:
+            at, plain = memory.query, memory.fresh and inputs.regular
+            embed.positions.check(memory.longest)
+            contiguous = memory.fresh and inputs.contiguous(at)
+            return Context(at, at, plain, contiguous, dtype, backend, trace, memory=memory)
         at = inputs.coordinates("is_global" in self._reads)
         if not inputs.regular and not inputs.visible:
             pass  # explicit positions are not looked at
@@ -94,16 +135,18 @@ class Transformer(nn.Module):
             embed.positions.check(inputs.tokens.shape[1])
         else:
             embed.positions.check(int(at.position.max()) + 1)
-        trace = None if torch.compiler.is_compiling() else active_trace(self)
-        dtype = next(self.parameters()).dtype
         return Context(at, at, inputs.regular, inputs.contiguous(at), dtype, backend, trace)
 
     def _run(self, stack: Stack | None, embed: Embedding, inputs: Inputs, ctx: Context) -> Tensor:
         assert stack is not None
         return stack(embed(inputs.tokens, inputs.segments, self._table(embed), ctx), ctx)
 
-    def _answer(self, hidden: Tensor, embed: Embedding, ctx: Context) -> Output:
-        logits, pooled = self.head(hidden, self._table(embed), ctx.query.position >= 0)
+    def _answer(self, hidden: Tensor, embed: Embedding, ctx: Context, logits_at: Tensor | None) -> Output:
+        wanted, exists = hidden, ctx.query.position >= 0
+        if logits_at is not None:
+            wanted = hidden.gather(1, logits_at[..., None].expand(-1, -1, hidden.shape[-1]))
+            exists = exists.expand(len(hidden), -1).gather(1, logits_at)
+        logits, pooled = self.head(wanted, self._table(embed), exists)
         if logits is not None:
             ctx.tap(self.head, "logits", logits)
         return Output(logits, hidden, pooled, ctx.routing)

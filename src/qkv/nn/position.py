@@ -2,7 +2,7 @@
 
 - `embed(position)`: what is added to embeddings, (B, T, D).
 - `table(ctx)`: what a forward computes once for all layers of equal scheme (cosines, distances, a bias).
-- `turn(q, k, table)`: rotates queries and keys.
+- `turn(x, table)`: rotates queries or keys.
 - `bias(q, k, table, scale)`: what joins the scaled scores, broadcastable to (B, H, Q, K).
 - `values(weights, table)`: what joins the output, (B, H, Q, F).
 
@@ -44,8 +44,8 @@ class Scheme(nn.Module):
     def table(self, ctx: Context) -> Any:
         return None
 
-    def turn(self, q: Tensor, k: Tensor, table: Any) -> tuple[Tensor, Tensor]:
-        return q, k
+    def turn(self, x: Tensor, table: Any) -> Tensor:
+        return x
 
     def bias(self, q: Tensor, k: Tensor, table: Any, scale: float) -> Tensor | None:
         return None
@@ -114,15 +114,13 @@ class Rotary(Scheme):
     def _both(self, x: Tensor) -> Tensor:
         return torch.cat((x, x), -1) if self.config.layout == "halves" else x.repeat_interleave(2, -1)
 
-    def turn(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return self.rotate(q, table), self.rotate(k, table)
-
-    def rotate(self, x: Float[Tensor, "B H T F"], table: tuple[Tensor, Tensor]) -> Float[Tensor, "B H T F"]:
+    def turn(self, x: Float[Tensor, "B H T F"], table: tuple[Tensor, Tensor]) -> Float[Tensor, "B H T F"]:
         """The first `width` elements turned, the rest as they are."""
         cos, sin = (t.to(x.dtype) for t in table)
+        if self.width == x.shape[-1]:
+            return x * cos + self._quarter(x) * sin
         turned, rest = x.split((self.width, x.shape[-1] - self.width), -1)
-        out = turned * cos + self._quarter(turned) * sin
-        return out if rest.shape[-1] == 0 else torch.cat((out, rest), -1)
+        return torch.cat((turned * cos + self._quarter(turned) * sin, rest), -1)
 
     def _quarter(self, x: Tensor) -> Tensor:
         """Each pair (a, b) turned by 90 degrees: (-b, a)."""
@@ -140,10 +138,13 @@ class Alibi(Scheme):
 
     def table(self, ctx: Context) -> Float[Tensor, "B H Q K"]:
         slopes = alibi_slopes(self.sizes.n_heads, self.config.max_bias).to(ctx.query.position.device)
-        return (-slopes[:, None, None] * _distance(ctx).abs()[:, None]).to(ctx.dtype)
+        if not self.config.rounded:
+            return (-slopes[:, None, None] * _distance(ctx).abs()[:, None]).to(ctx.dtype)
+        query, key = (slopes.bfloat16()[:, None] * at.position[:, None].bfloat16() for at in (ctx.query, ctx.key))
+        return -(query.double()[..., :, None] - key.double()[..., None, :]).abs().to(ctx.dtype)
 
     def bias(self, q: Tensor, k: Tensor, table: Tensor, scale: float) -> Tensor:
-        return table.to(q.dtype)
+        return table.to(q.dtype) * scale if self.config.scaled else table.to(q.dtype)
 
 
 @implements(c.T5Buckets)
@@ -208,8 +209,8 @@ class TransformerXL(Scheme):
         distance = _distance(ctx).clamp(min=0)
         if self.config.clamp is not None:
             distance = distance.clamp(max=self.config.clamp)
-        reach = ctx.key.position.shape[-1] if ctx.contiguous else int(distance.max()) + 1
-        every = torch.arange(reach, device=distance.device)
+        every = torch.arange(ctx.farthest, device=distance.device)
+        distance = distance.clamp(max=ctx.farthest - 1)  # only a slot without a key is farther
         return sinusoid(every, self.sizes.d_model, self.config.theta, pairs=False), distance[:, None]
 
     def bias(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor], scale: float) -> Float[Tensor, "B H Q K"]:

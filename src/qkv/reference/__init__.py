@@ -1,9 +1,9 @@
 """The oracle: every model of the configuration tree, computed the slow and obvious way. NumPy, float64, no torch.
 
 It is written against the meaning of a forward pass in `docs/design.md` and shares no code with `qkv.nn` but the
-patterns' predicates, so that the two can disagree. Read it in this order: `ops`, `position`, `attention`, `ffn`,
-`head`, `inputs`, `model`. Beside it stand two teaching texts that use none of it: `minigpt` trains by gradients derived
-by hand, `flash` computes attention in tiles.
+patterns' predicates, so that the two can disagree. Read it in this order: `ops`, `position`, `codec`, `attention`,
+`ffn`, `head`, `inputs`, `model`. Beside it stand two teaching texts that use none of it: `minigpt` trains by gradients
+derived by hand, `flash` computes attention in tiles.
 
 >>> import numpy as np
 >>> import qkv.config as c

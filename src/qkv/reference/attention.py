@@ -6,6 +6,8 @@
 
 Shapes: x (T, D) gives the queries, memory (S, D) the keys and values (x itself in self-attention); q (T, H, F),
 k and v (S, G, F) with G key-value heads, of which head h reads number h // (H / G).
+
+Whatever a cache would store of a token (`streams()` of the configuration) passes `View.stored` before it is used.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from qkv.config import Attention, Coordinates, Latent, MultiHead, Pattern
+from qkv.reference.codec import through
 from qkv.reference.ops import Array, Mask, Weights, below, linear, norm, softcap, softmax
 from qkv.reference.position import Scheme, scheme
 from qkv.reference.registry import register
@@ -23,10 +26,15 @@ from qkv.reference.registry import register
 
 @dataclass(frozen=True)
 class View:
-    """Where the queries (T,) and the keys (S,) of one row stand."""
+    """Where the queries (T,) and the keys (S,) of one row stand, and how a cache keeps what belongs to the keys."""
 
     query: Coordinates
     key: Coordinates
+    codec: str = "raw"
+
+    def stored(self, stream: Array) -> Array:
+        """A stream (..., width) as the cache gives it back."""
+        return through(self.codec, stream)
 
 
 def visible(pattern: Pattern, at: View) -> Mask:
@@ -78,15 +86,17 @@ def multi_head(config: MultiHead, weights: Weights, x: Array, memory: Array, at:
 def _project_and_attend(config: MultiHead, weights: Weights, x: Array, memory: Array, at: View, kind: str) -> Array:
     """The heads' outputs side by side, (T, H F), through the projections q{kind}_proj, k{kind}_proj, v{kind}_proj."""
     positions = scheme(config.positions, below(weights, "positions"))
-    q = _heads(linear(below(weights, f"q{kind}_proj"), x), config.n_heads)
-    k = _heads(linear(below(weights, f"k{kind}_proj"), memory), config.kv_heads)
-    v = _heads(linear(below(weights, f"v{kind}_proj"), memory), config.kv_heads)
+    limit = math.inf if config.clip is None else config.clip
+    q = _heads(np.clip(linear(below(weights, f"q{kind}_proj"), x), -limit, limit), config.n_heads)
+    k = _heads(np.clip(linear(below(weights, f"k{kind}_proj"), memory), -limit, limit), config.kv_heads)
+    v = _heads(np.clip(linear(below(weights, f"v{kind}_proj"), memory), -limit, limit), config.kv_heads)
     q = norm(config.qk_norm, below(weights, "q_norm"), q)
     k = norm(config.qk_norm, below(weights, "k_norm"), k)
     if config.log_n is not None:
         for t, position in enumerate(at.query.position):
             q[t] = q[t] * max(1.0, math.log(max(position, 0) + 1) / math.log(config.log_n))
     q, k = positions.turn(q, at.query), positions.turn(k, at.key)
+    k, v = at.stored(k), at.stored(v)
     out = attend(q, k, v, at, positions, config, weights["sinks"] if config.sinks else None)
     return out.reshape(len(x), -1)
 
@@ -108,10 +118,10 @@ def latent(config: Latent, weights: Weights, x: Array, memory: Array, at: View) 
     q_nope, q_rope = q[:, :, : config.nope_dim], q[:, :, config.nope_dim :]
 
     down = linear(below(weights, "kv_down_proj"), memory)
-    small = norm(config.norm, below(weights, "kv_norm"), down[:, : config.kv_rank])
+    small = at.stored(norm(config.norm, below(weights, "kv_norm"), down[:, : config.kv_rank]))
     kv = _heads(linear(below(weights, "kv_up_proj"), small), config.n_heads)
     k_nope, v = kv[:, :, : config.nope_dim], kv[:, :, config.nope_dim :]
-    k_rope = positions.turn(down[:, None, config.kv_rank :], at.key)
+    k_rope = at.stored(positions.turn(down[:, None, config.kv_rank :], at.key))
 
     q = np.concatenate([q_nope, positions.turn(q_rope, at.query)], axis=2)
     k = np.concatenate([k_nope, np.repeat(k_rope, config.n_heads, axis=1)], axis=2)

@@ -92,12 +92,21 @@ def span(config: Span, weights: Weights, table: Weights, hidden: Array, exists: 
 def adaptive_softmax(config: AdaptiveSoftmax, weights: Weights, table: Weights, hidden: Array, exists: Mask) -> Result:
     """log p(token) = log p(cluster) + log p(token | cluster): (T, V) (Grave 2016)."""
 
+    starts = (0, *config.cutoffs)
+
     def scores(cluster: int) -> Array:
-        source = table if config.ties_projection(cluster) else weights
-        rows, bias = (table if config.tied else weights)[f"clusters.{cluster}.weight"], weights[f"biases.{cluster}"]
+        bias = weights[f"biases.{cluster}"]
+        if config.tied and "weight" in table:  # a full table: the cluster's rows of it
+            rows = table["weight"][starts[cluster] : starts[cluster] + len(bias)]
+        else:
+            rows = (table if config.tied else weights)[f"clusters.{cluster}.weight"]
         if cluster == 0:  # the frequent tokens, and one entry per further cluster
             rows, bias = np.vstack([rows, weights["cluster_weight"]]), np.append(bias, weights["cluster_bias"])
-        return linear({"weight": rows, "bias": bias}, hidden @ source[f"projections.{cluster}.weight"])
+        projected = hidden
+        if config.projected:
+            source = table if config.ties_projection(cluster) else weights
+            projected = hidden @ source[f"projections.{cluster}.weight"]
+        return linear({"weight": rows, "bias": bias}, projected)
 
     frequent = config.cutoffs[0]
     first = log_softmax(scores(0))

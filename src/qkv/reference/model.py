@@ -32,6 +32,7 @@ from qkv.config import (
 )
 from qkv.errors import ConfigError, DataError
 from qkv.reference.attention import View
+from qkv.reference.codec import checked_codec
 from qkv.reference.ffn import Routing
 from qkv.reference.inputs import Inputs, Row, checked_weights, rows
 from qkv.reference.ops import Array, Ints, Weights, below, norm
@@ -66,10 +67,11 @@ def forward(
     segments: Any = None,
     prefix_length: Any = None,
     global_tokens: Any = None,
+    codec: str = "raw",
 ) -> Array:
-    """The logits; `qkv.reference.inputs` says what each argument is."""
+    """The logits; `qkv.reference.inputs` says what each argument is, `qkv.reference.codec` what the last one is."""
     inputs = Inputs(tokens, valid, positions, documents, segments, prefix_length, global_tokens)
-    logits = _run(cfg, weights, inputs, source, source_valid).logits
+    logits = _run(cfg, weights, inputs, Inputs(source, source_valid, name="source"), codec).logits
     if logits is None:
         raise ConfigError(f"head {cfg.head.kind!r} gives no logits: use reference.run(...) for hidden and pooled")
     return logits
@@ -88,10 +90,11 @@ def run(
     segments: Any = None,
     prefix_length: Any = None,
     global_tokens: Any = None,
+    codec: str = "raw",
 ) -> Output:
     """Everything that a forward pass gives; arguments as in `forward`."""
     inputs = Inputs(tokens, valid, positions, documents, segments, prefix_length, global_tokens)
-    return _run(cfg, weights, inputs, source, source_valid)
+    return _run(cfg, weights, inputs, Inputs(source, source_valid, name="source"), codec)
 
 
 def random_weights(cfg: ModelConfig, seed: int) -> Weights:
@@ -103,22 +106,23 @@ def random_weights(cfg: ModelConfig, seed: int) -> Weights:
     }
 
 
-def _run(cfg: ModelConfig, weights: dict[str, Any], inputs: Inputs, source: Any, source_valid: Any) -> Output:
+def _run(cfg: ModelConfig, weights: dict[str, Any], inputs: Inputs, source: Inputs, codec: str) -> Output:
     tensors = checked_weights(cfg, weights)
+    codec = checked_codec(cfg, codec)
     last = cfg.decoder or cfg.encoder
     assert last is not None, "a ModelConfig has at least one stack"
     targets = rows(cfg, last, inputs)
     sources: list[Row | None] = [None] * len(targets)
     if cfg.encoder is None or cfg.decoder is None:
-        if source is not None or source_valid is not None:
+        if source.tokens is not None or source.valid is not None:
             raise DataError("source: given, but the model is no encoder-decoder: pass its input as tokens")
-    elif source is None:
+    elif source.tokens is None:
         raise DataError("source: required, since the model is an encoder-decoder: give the encoder's tokens")
     else:
-        sources = list(rows(cfg, cfg.encoder, Inputs(source, source_valid, name="source")))
+        sources = list(rows(cfg, cfg.encoder, source))
     if len(sources) != len(targets):
         raise DataError(f"source: expected as many rows as tokens has ({len(targets)}), got {len(sources)}")
-    done = [_row(cfg, tensors, target, source) for target, source in zip(targets, sources, strict=True)]
+    done = [_row(cfg, tensors, target, beside, codec) for target, beside in zip(targets, sources, strict=True)]
     return Output(
         logits=_stacked([row.logits for row in done]),
         hidden=np.stack([row.hidden for row in done]),
@@ -144,17 +148,19 @@ class Context:
     memory: Array | None = None
     """The encoder's output (S, D), in a decoder beside an encoder."""
     memory_at: Coordinates | None = None
+    codec: str = "raw"
+    """How a cache would store what its attentions remember; an encoder has none."""
 
 
-def _row(cfg: ModelConfig, weights: Weights, target: Row, source: Row | None) -> Output:
+def _row(cfg: ModelConfig, weights: Weights, target: Row, source: Row | None, codec: str) -> Output:
     """The output for one row, without the batch axis."""
-    context = Context(target.at, [])
+    context = Context(target.at, [], codec=codec)
     own = below(weights, "embed")
     table = below(own, "tokens")
     if cfg.encoder is not None and source is not None:
         beside = Context(source.at, context.routing)
         memory = run_stack(cfg.encoder, below(weights, "encoder"), embed(cfg, own, table, source), beside)
-        context = Context(target.at, context.routing, memory, source.at)
+        context = Context(target.at, context.routing, memory, source.at, codec)
     if cfg.has_target_embedding:
         own = below(weights, "target_embed")
         table = below(own, "tokens") if cfg.sharing == "none" else table
@@ -207,7 +213,7 @@ def run_block(block: Block, weights: Weights, x: Array, context: Context) -> Arr
     """One layer: its sublayers, put together by the residual kind."""
 
     def attention(h: Array) -> Array:
-        at = View(context.at, context.at)
+        at = View(context.at, context.at, context.codec)
         out: Array = function_of(block.attention)(block.attention, below(weights, "attention"), h, h, at)
         return out
 
@@ -215,7 +221,7 @@ def run_block(block: Block, weights: Weights, x: Array, context: Context) -> Arr
         cross, there = block.cross_attention, context.memory_at
         assert cross is not None, "only blocks with cross-attention run this"
         assert there is not None, "the config allows cross-attention only beside an encoder"
-        at = View(context.at, there)
+        at = View(context.at, there, context.codec)
         out: Array = function_of(cross)(cross, below(weights, "cross_attention"), h, context.memory, at)
         return out
 

@@ -216,9 +216,33 @@ class AlibiScheme(Scheme):
     def __init__(self, config: Alibi, weights: Weights) -> None:
         self.config = config
 
+    def relative(self, q: Array, k: Array, query: Coordinates, key: Coordinates) -> Array:
+        if self.config.scaled:
+            return self._falls(q.shape[1], query, key)
+        return super().relative(q, k, query, key)
+
     def bias(self, n_heads: int, query: Coordinates, key: Coordinates) -> Array:
-        distance = np.array([[abs(q - k) for k in key.position] for q in query.position], dtype=np.float64)
-        return np.stack([-slope * distance for slope in alibi_slopes(n_heads, self.config.max_bias)])
+        if self.config.scaled:
+            return super().bias(n_heads, query, key)
+        return self._falls(n_heads, query, key)
+
+    def _falls(self, n_heads: int, query: Coordinates, key: Coordinates) -> Array:
+        falls = []
+        for slope in alibi_slopes(n_heads, self.config.max_bias):
+            heights = [[self._height(slope, int(p)) for p in at.position] for at in (query, key)]
+            falls.append([[-abs(here - there) for there in heights[1]] for here in heights[0]])
+        return np.array(falls).reshape(n_heads, len(query.position), len(key.position))
+
+    def _height(self, slope: float, position: int) -> float:
+        if self.config.rounded:
+            return bfloat16(bfloat16(slope) * bfloat16(position))
+        return slope * position
+
+
+def bfloat16(x: float) -> float:
+    """The nearest number with 8 significant binary digits; of two equally near ones the one that ends in 0."""
+    digits, exponent = math.frexp(x)
+    return math.ldexp(round(math.ldexp(digits, 8)), exponent - 8)
 
 
 def alibi_slopes(n_heads: int, max_bias: float = 8.0) -> list[float]:

@@ -101,6 +101,22 @@ def encode_chat(
     **variables: Any,
 ) -> list[int]:
     """The ids of a chat, with one BOS if the tokenizer's file wants one and no EOS behind it."""
+    given: dict[str, Any] = {"template": template, "add_generation_prompt": add_generation_prompt, **variables}
+    tokens = tokenizer.encode_parts(chat_parts(tokenizer, messages, **given), add_special=False)
+    bos = tokenizer.specials.bos
+    wants_bos = bos is not None and bos in tokenizer.around[0]
+    return [bos, *tokens] if wants_bos and bos is not None and tokens[:1] != [bos] else tokens
+
+
+def chat_parts(
+    tokenizer: PieceTokenizer,
+    messages: Sequence[Message],
+    *,
+    template: str | None = None,
+    add_generation_prompt: bool = True,
+    **variables: Any,
+) -> list[Part]:
+    """What the template makes of a chat: control tokens, which it alone can write, and the text between them."""
     template = template or tokenizer.specials.chat_template
     if template is None:
         raise CheckpointError("this model has no chat template; give one, or use generate with a plain prompt")
@@ -110,10 +126,26 @@ def encode_chat(
     text = apply(
         template=template, add_generation_prompt=add_generation_prompt, **{**tokenizer.specials.names(), **safe}
     )
-    tokens = tokenizer.encode_parts(_parts(text, names), add_special=False)
-    bos = tokenizer.specials.bos
-    wants_bos = bos is not None and bos in tokenizer.around[0]
-    return [bos, *tokens] if wants_bos and bos is not None and tokens[:1] != [bos] else tokens
+    return _parts(text, names)
+
+
+def turn_ends(tokenizer: PieceTokenizer, template: str | None = None, **variables: Any) -> frozenset[int]:
+    """The tokens that end an answer: those that end any text, and what the template writes behind an answer.
+
+    Files do not always name the latter among the former: a base model's EOS is not the `<|im_end|>` of its chats.
+    """
+    messages = [{"role": "user", "content": "A"}, {"role": "assistant", "content": _ANSWER}]
+    given: dict[str, Any] = {"template": template, "add_generation_prompt": False, **variables}
+    try:
+        parts = chat_parts(tokenizer, messages, **given)
+    except DataError:  # it wants other messages than these
+        return tokenizer.specials.ends
+    said = next((at for at, (text, control) in enumerate(parts) if not control and _ANSWER in text), len(parts))
+    behind = [tokenizer.specials.controls[text] for text, control in parts[said:] if control]
+    return tokenizer.specials.ends | frozenset(behind[:1])
+
+
+_ANSWER = "an answer"
 
 
 def _set_apart(value: Any, names: Sequence[str]) -> Any:

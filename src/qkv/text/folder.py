@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 from qkv.errors import CheckpointError
 from qkv.text import model_file, tiktoken
 from qkv.text.hf import LibraryTokenizer
+from qkv.text.model_file_writer import to_model
 from qkv.text.pieces import PieceTokenizer, Specials, looks_like_control
+from qkv.text.sentencepiece import SentencePieceTokenizer
 from qkv.text.spec import BYTE_LEVEL, Spec, added_token, bert, bpe, template
 
 _ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
@@ -53,15 +55,32 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def write_folder(folder: Path, tokenizer: object) -> bool:
-    """Write tokenizer.json and tokenizer_config.json; False where the tokenizer has no such form."""
-    if not isinstance(tokenizer, LibraryTokenizer):
+    """Write the vocabulary (tokenizer.json or tokenizer.model), and beside it the roles of tokens and when texts end;
+    False where the tokenizer has no such form."""
+    if not isinstance(tokenizer, PieceTokenizer):
         return False
-    settings: Spec = dict(tokenizer.specials.names())
-    if tokenizer.specials.chat_template is not None:
-        settings["chat_template"] = tokenizer.specials.chat_template
-    for name, content in (("tokenizer.json", tokenizer.to_dict()["json"]), ("tokenizer_config.json", settings)):
-        (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    specials = tokenizer.specials
+    settings: Spec = dict(specials.names())
+    if isinstance(tokenizer, LibraryTokenizer):
+        _write(folder / "tokenizer.json", tokenizer.to_dict()["json"])
+    elif isinstance(tokenizer, SentencePieceTokenizer) and (model := to_model(tokenizer)) is not None:
+        (folder / "tokenizer.model").write_bytes(model)
+        before, after = tokenizer.around
+        settings |= {"add_bos_token": bool(before), "add_eos_token": bool(after)}
+    else:
+        return False
+    if specials.chat_template is not None:
+        settings["chat_template"] = specials.chat_template
+    _write(folder / "tokenizer_config.json", settings)
+    said: dict[str, Any] = {"eos_token_id": sorted(specials.ends)} if specials.ends else {}
+    said |= dict(zip(("decoder_start_token_id", "forced_bos_token_id"), specials.starts, strict=False))
+    if said:
+        _write(folder / "generation_config.json", said)
     return True
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def read_folder(folder: Path) -> PieceTokenizer:
@@ -69,7 +88,9 @@ def read_folder(folder: Path) -> PieceTokenizer:
     settings = _settings(folder)
     for name, reader in _READERS.items():
         if (folder / name).is_file():
-            return reader(folder / name, settings)
+            tokenizer = reader(folder / name, settings)
+            tokenizer.specials = replace(tokenizer.specials, starts=_starts(folder))
+            return tokenizer
     raise CheckpointError(f"{folder}: no tokenizer in it (none of {', '.join(_READERS)})")
 
 
@@ -102,7 +123,7 @@ def finish(spec: Spec, settings: Settings, where: str) -> LibraryTokenizer:
 
 
 def _specials(controls: Mapping[str, int], settings: Settings, where: str) -> Specials:
-    roles = {role: controls.get(settings.name(role) or "") for role in _ROLES}
+    roles: dict[str, Any] = {role: controls.get(settings.name(role) or "") for role in _ROLES}
     if lost := [role for role in _ROLES if settings.name(role) and roles[role] is None]:
         raise CheckpointError(f"{where}: {lost[0]}_token is {settings.name(lost[0])!r}, which the vocabulary lacks")
     ends = settings.ends | {token for token in (roles["eos"],) if token is not None}
@@ -234,6 +255,13 @@ def _settings(folder: Path) -> Settings:
     ends = _optional(folder / "generation_config.json").get("eos_token_id")
     ends = frozenset([] if ends is None else ends if isinstance(ends, list) else [ends])
     return Settings(config, added, ends, _chat_template(folder, config))
+
+
+def _starts(folder: Path) -> tuple[int, ...]:
+    """What a decoder beside an encoder begins with: its start token, and a first word that is always the same."""
+    said = {**_optional(folder / "config.json"), **_optional(folder / "generation_config.json")}
+    wanted = (said.get("decoder_start_token_id"), said.get("forced_bos_token_id"))
+    return tuple(token for token in wanted if isinstance(token, int))
 
 
 def _named(config: Spec) -> list[str | Spec]:

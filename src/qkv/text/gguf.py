@@ -4,12 +4,13 @@
 `llama` SentencePiece's BPE by scores; `bert` WordPiece, its word starts marked with ▁ and its "##" removed; `t5`
 unigram. `tokenizer.ggml.token_type` says what each piece is (`sentencepiece.Kind`).
 
-The metadata is a plain dictionary of keys and values, however the file was read.
+The metadata is a plain dictionary of keys and values, however the file was read; `to_metadata` makes one.
 """
 
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from qkv.text.spec import added_token, bert, bpe, byte_level_bpe, template
 
 Metadata = Mapping[str, Any]
 
-_ROLES = {
+ROLES = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
     "unk": "unknown_token_id",
@@ -33,6 +34,7 @@ _ROLES = {
     "mask": "mask_token_id",
 }
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Vocabulary:
@@ -43,8 +45,10 @@ class Vocabulary:
         self.texts: list[str] = [str(text) for text in self.need("tokens")]
         self.kinds = [int(kind) for kind in self.get("token_type", [Kind.NORMAL] * len(self.texts))]
         self._check()
-        self.roles = {role: self._token(key) for role, key in _ROLES.items()}
+        self.roles: dict[str, Any] = {role: self._token(key) for role, key in ROLES.items()}
         self._settle_kinds()
+        self._all = len(self.texts)
+        self._drop_fillers()
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of `tokenizer.ggml.KEY`."""
@@ -74,15 +78,18 @@ class Vocabulary:
 
     def pieces(self, *, unigram: bool) -> Pieces:
         """The vocabulary as SentencePiece has it."""
+        scores = [float(score) for score in self.need("scores")]
         charsmap = bytes(int(byte) % 256 for byte in self.get("precompiled_charsmap", []))
         return Pieces(
             self.texts,
-            [float(score) for score in self.need("scores")],
+            scores[: len(self.texts)] if len(scores) == self._all else scores,
             self.kinds,
             add_space=bool(self.get("add_space_prefix", True)),
             collapse_spaces=bool(self.get("remove_extra_whitespaces", False)),
             charsmap=base64.b64encode(charsmap).decode(),
             unigram=unigram,
+            space_after_control=bool(self.metadata.get("tokenizer.qkv.space_after_control", True)),
+            space_before_space=bool(self.metadata.get("tokenizer.qkv.space_before_space", True)),
         )
 
     def _token(self, key: str) -> int | None:
@@ -111,6 +118,25 @@ class Vocabulary:
                 self.kinds[token] = Kind.UNUSED
             elif kind == Kind.USER_DEFINED and (token in roles or looks_like_control(text)):
                 self.kinds[token] = Kind.CONTROL
+
+    def _drop_fillers(self) -> None:
+        """What pads the table behind the last token is none: a model must not say it."""
+        while self.texts and self.kinds[-1] == Kind.UNUSED and self.texts[-1] == f"[PAD{len(self.texts) - 1}]":
+            self.texts.pop()
+            self.kinds.pop()
+
+
+def to_metadata(tokenizer: object, rows: int | None = None) -> dict[str, Any] | None:
+    """`tokenizer.*` of a GGUF file, or None where the format cannot express it (`gguf_export.metadata_of` says why).
+
+    rows: the rows of the model's token table.
+    """
+    from qkv.text.gguf_export import metadata_of  # which reads again what it has made
+
+    try:
+        return metadata_of(tokenizer, rows)
+    except CheckpointError:
+        return None
 
 
 def from_metadata(metadata: Metadata, where: str = "GGUF") -> PieceTokenizer:
@@ -172,6 +198,11 @@ def _word_piece(vocabulary: Vocabulary) -> LibraryTokenizer:
 
 
 def _as_bert(text: str, control: bool) -> str:
-    if control or (text.startswith("[") and text.endswith("]")):
+    if control or is_bracketed(text):
         return text
     return text.removeprefix(SPACE) if text.startswith(SPACE) else f"##{text}"
+
+
+def is_bracketed(text: str) -> bool:
+    """Whether a token of BERT stands for itself: [unused7]."""
+    return len(text) > 1 and text.startswith("[") and text.endswith("]")

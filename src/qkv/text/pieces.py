@@ -45,15 +45,18 @@ class Specials:
     ends: frozenset[int] = frozenset()
     """Every token that ends a generated text; `eos` is one of them."""
     chat_template: str | None = None
+    starts: tuple[int, ...] = ()
+    """What the decoder of an encoder-decoder begins with."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {**asdict(self), "ends": sorted(self.ends)}
+        return {**asdict(self), "ends": sorted(self.ends), "starts": list(self.starts)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Specials:
         """What `to_dict` gave."""
-        return cls(**{**saved, "ends": frozenset(saved["ends"])})
+        sets = {"ends": frozenset(saved["ends"]), "starts": tuple(saved.get("starts", ()))}
+        return cls(**{**saved, **sets})
 
     def names(self) -> dict[str, str]:
         """What chat templates call the tokens that have a role: {"bos_token": "<s>", ...}."""

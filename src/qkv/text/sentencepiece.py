@@ -62,6 +62,10 @@ class Pieces:
     """SentencePiece's compiled normalization, in base64."""
     unigram: bool = False
     """Whether the scores are those of a unigram model, not the order of BPE's joins."""
+    space_after_control: bool = True
+    """Put it also before a text that follows a control token."""
+    space_before_space: bool = True
+    """Put it also before a text that begins with one."""
 
     def of(self, *kinds: Kind) -> list[tuple[int, str]]:
         """The pieces of some kinds, with their ids."""
@@ -94,7 +98,7 @@ class SentencePieceTokenizer(PieceTokenizer):
             raise CheckpointError(f"{where}: {'; '.join(problems)}")
         self.pieces, self.specials, self.around = pieces, specials, around
         self.vocab_size = len(pieces.texts)
-        self.rule = spaced(leading=pieces.add_space, restarts=True, bytes_too=False)
+        self.rule = spaced(leading=pieces.add_space, restarts=pieces.space_after_control, bytes_too=False)
         self._ids = {text: token for token, text in pieces.of(Kind.NORMAL, Kind.UNUSED)}
         self._bytes = {int(text[3:5], 16): token for token, text in pieces.of(Kind.BYTE)}
         self._unused = {text for _, text in pieces.of(Kind.UNUSED)}
@@ -114,10 +118,11 @@ class SentencePieceTokenizer(PieceTokenizer):
     def encode_parts(self, parts: Iterable[Part], *, add_special: bool = True) -> list[int]:
         """The ids of texts and control tokens in turn; after each control token a text begins anew."""
         tokens: list[int] = []
-        for control, group in groupby(parts, key=lambda part: part[1]):
+        for number, (control, group) in enumerate(groupby(parts, key=lambda part: part[1])):
             texts = [text for text, _ in group]
             if not control:
-                tokens += self._encode("".join(texts))
+                spaced = self.pieces.add_space and (number == 0 or self.pieces.space_after_control)
+                tokens += self._encode("".join(texts), spaced)
             elif unknown := [text for text in texts if text not in self.specials.controls]:
                 raise DataError(f"{unknown[0]!r} is no control token of this tokenizer")
             else:
@@ -141,10 +146,10 @@ class SentencePieceTokenizer(PieceTokenizer):
     def __reduce__(self) -> tuple[Any, ...]:
         return from_dict, (self.to_dict(),)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, spaced: bool) -> list[int]:
         tokens: list[int] = []
         # User-defined pieces stand at the odd places: nothing is joined across them.
-        for at, between in enumerate(self._split.split(self._prepare(text))):
+        for at, between in enumerate(self._split.split(self._prepare(text, spaced))):
             if at % 2:
                 tokens.append(self._user_defined[between])
                 continue
@@ -152,12 +157,13 @@ class SentencePieceTokenizer(PieceTokenizer):
                 tokens += self._cached(word) if len(word) <= _CACHED_LENGTH else self._segment(word)
         return tokens if self._bytes else _without_repeats(tokens, self.specials.unk)
 
-    def _prepare(self, text: str) -> str:
+    def _prepare(self, text: str, spaced: bool) -> str:
         kept = self._split.split(text)
         text = "".join(part if at % 2 else self._normalize(part) for at, part in enumerate(kept))
         if self.pieces.collapse_spaces:
             text = re.sub(" {2,}", " ", text.lstrip(" ")).rstrip(f" {SPACE}")
-        prefix = " " if text and self.pieces.add_space else ""
+        spaced = spaced and (self.pieces.space_before_space or not text.startswith((" ", SPACE)))
+        prefix = " " if text and spaced else ""
         return (prefix + text).replace(" ", SPACE)
 
     def _segment(self, word: str) -> list[int]:

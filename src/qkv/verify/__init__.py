@@ -1,6 +1,6 @@
 """The equivalence certificate: that all paths of a model compute the same, shown for the user's own weights.
 
-    cert = qkv.verify("runs/demo")      # a folder, a preset at toy size, or a model
+    cert = qkv.verify("runs/demo")      # a folder, a pulled model, a preset at toy size, or a model
     cert.passed, cert.rows, cert.to_json()
 
 The oracle (`qkv.reference`, float64, written apart from the model) says what is right; every other path is held against
@@ -14,13 +14,30 @@ from os import PathLike
 from pathlib import Path
 
 from qkv.callable import make_callable
+from qkv.checkpoint.pull import pulled
 from qkv.checkpoint.source import format_of
+from qkv.config.presets import preset, presets
 from qkv.nn import Transformer
+from qkv.verify.cached import caches
 from qkv.verify.certificate import Certificate, Row
-from qkv.verify.paths import PATHS, Subject
+from qkv.verify.generated import generation
+from qkv.verify.paths import backends, batching, compiled, oracle, precision, saving
 from qkv.verify.peer import peer
+from qkv.verify.rounded import rounded_weights
 from qkv.verify.sample import part_of, truncated
+from qkv.verify.subject import Subject
 
+PATHS: tuple[Callable[[Subject], Iterator[Row]], ...] = (
+    oracle,
+    backends,
+    precision,
+    rounded_weights,
+    batching,
+    caches,
+    generation,
+    compiled,
+    saving,
+)
 LARGE = 20_000_000  # parameters above which the oracle's patience ends
 DEPTH = 2
 
@@ -32,36 +49,45 @@ def verify(model: Transformer | str | PathLike[str], *, on_row: Callable[[Row], 
     """
     name = "model" if isinstance(model, Transformer) else str(model)
     whole = model if isinstance(model, Transformer) else _load(model)
-    config, note = whole.config, ""
+    config, notes = whole.config, []
+    if not isinstance(model, Transformer) and _is_preset(model):
+        notes.append("a preset, checked at toy size with fresh weights: give a folder to check a model's own")
     if config.n_parameters > LARGE:
         config = truncated(config, DEPTH)
-        note = f"checked on the first {DEPTH} layers of each stack: {whole.config.n_parameters:,} parameters are many"
-    subject = Subject(config, part_of(whole, config) if note else whole.eval())
+        notes.append(
+            f"checked on the first {DEPTH} layers of each stack: {whole.config.n_parameters:,} parameters are many"
+        )
+    subject = Subject(config, whole.eval() if config is whole.config else part_of(whole, config))
     rows: list[Row] = []
     for row in _rows(subject, model, whole):
         rows.append(row)
         if on_row is not None:
             on_row(row)
-    return Certificate(name, tuple(rows), note)
+    return Certificate(name, tuple(rows), "; ".join(notes))
 
 
 def _rows(subject: Subject, model: Transformer | str | PathLike[str], whole: Transformer) -> Iterator[Row]:
     for path in PATHS:
         yield from path(subject)
-    folder = None if isinstance(model, Transformer) else Path(model)
-    if folder is not None and folder.exists() and format_of(folder) == "hf":
+    folder = None if isinstance(model, Transformer) else _place(model)
+    if folder is not None and format_of(folder) == "hf":
         yield from peer(folder, whole)
 
 
 def _load(path: str | PathLike[str]) -> Transformer:
-    from qkv.config.presets import presets
     from qkv.model import build, load
 
-    if str(path) in presets():
-        from qkv.config.presets import preset
+    return build(preset(str(path)).toy()) if _is_preset(path) else load(path).model
 
-        return build(preset(str(path)).toy())
-    return load(path).model
+
+def _is_preset(path: str | PathLike[str]) -> bool:
+    """Whether nothing but a preset has this name: a model that was pulled goes before it."""
+    return _place(path) is None and str(path) in presets()
+
+
+def _place(path: str | PathLike[str]) -> Path | None:
+    """What is on the disk under this name."""
+    return Path(path) if Path(path).exists() else pulled(str(path))
 
 
 make_callable(__name__, verify)

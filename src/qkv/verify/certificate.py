@@ -6,6 +6,7 @@ Equality is the largest deviation over the largest absolute value of the expecte
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,8 +53,17 @@ class Certificate:
         return json.dumps({"model": self.model, "passed": self.passed, "note": self.note, "rows": rows}, indent=2)
 
 
-def compare(path: str, expected: Tensor, found: Tensor, tolerance: float, *, valid: Tensor | None = None) -> Row:
-    """A row for two results of one shape, (B, T, ...) or (B, n); `valid` (B, T) says which tokens count."""
+def compare(
+    path: str,
+    expected: Tensor,
+    found: Tensor,
+    tolerance: float,
+    *,
+    valid: Tensor | None = None,
+    origin: tuple[int, int] = (0, 0),
+) -> Row:
+    """A row for two results of one shape, (B, T, ...) or (B, n); `valid` (B, T) says which tokens count, `origin` which
+    row and position the first one has."""
     gap = (expected.double() - found.double()).abs()
     largest = expected.double().abs()
     if valid is not None and gap.shape[:2] == valid.shape:
@@ -62,5 +72,12 @@ def compare(path: str, expected: Tensor, found: Tensor, tolerance: float, *, val
     at = [int(i) for i in (gap == gap.max()).nonzero()[0]] if gap.numel() and gap.isfinite().all() else []
     if not at:
         return Row(path, float("inf"), tolerance, "not finite")
-    where = f"row {at[0]}, position {at[1]}" if gap.ndim > 2 else f"row {at[0]}"
+    if not deviation:
+        return Row(path, 0.0, tolerance)
+    where = f"row {origin[0] + at[0]}" + (f", position {origin[1] + at[1]}" if gap.ndim > 2 else "")
     return Row(path, deviation, tolerance, where)
+
+
+def worst(rows: Iterable[Row]) -> Row:
+    """The row that deviates most."""
+    return max(rows, key=lambda row: -1.0 if row.deviation is None else row.deviation)

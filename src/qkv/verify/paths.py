@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,66 +16,9 @@ from qkv.config import AdaptiveTable, MixtureOfExperts, ModelConfig, NoHead, NoN
 from qkv.errors import BackendError, CheckpointError, DataError
 from qkv.nn import Transformer, capture
 from qkv.nn.backends import BACKENDS
-from qkv.verify.certificate import Row, compare
-from qkv.verify.sample import Sample, part_of, sample, truncated
-
-EXACT = 1e-9  # float64 paths: another order of summation, nothing else
-FLOAT32 = 1e-5  # float32 paths at least: rounding also happens inside their sums, which `bound` does not see
-LENGTH, BATCH = 24, 2
-
-
-@dataclass
-class Subject:
-    """The model under test (its first layers, if it is large), in float64 and float32."""
-
-    config: ModelConfig
-    model: Transformer
-    """As given: its own dtype."""
-
-    @cached_property
-    def exact(self) -> Transformer:
-        """In float64."""
-        return copy.deepcopy(self.model).double()
-
-    @cached_property
-    def fast(self) -> Transformer:
-        """In float32."""
-        return copy.deepcopy(self.model).float()
-
-    @cached_property
-    def weights(self) -> dict[str, object]:
-        """For the oracle."""
-        return {name: tensor.double().numpy() for name, tensor in self.model.state_dict().items()}
-
-    @cached_property
-    def inputs(self) -> Sample:
-        """What most paths are run on."""
-        return sample(self.config, BATCH, LENGTH, seed=0)
-
-    @cached_property
-    def expected(self) -> Tensor:
-        """The float64 model's result on them."""
-        return self.inputs.run(self.exact)
-
-    def bound(self, dtype: torch.dtype) -> float:
-        """4 x the deviation of the float64 model whose weights and module outputs are rounded to `dtype`: the worst of
-        three inputs."""
-        rounded = copy.deepcopy(self.exact)
-        worst = 0.0
-        with torch.no_grad():
-            for parameter in rounded.parameters():
-                parameter.copy_(parameter.to(dtype).double())
-        for module in rounded.modules():  # blocks too: their output is the residual stream
-            module.register_forward_hook(lambda _module, _args, out: _rounded(out, dtype))
-        for seed in range(3):
-            given = sample(self.config, BATCH, LENGTH, seed)
-            row = compare("", given.run(self.exact), given.run(rounded), 0.0)
-            worst = max(worst, row.deviation or 0.0)
-        return max(4 * worst, FLOAT32) if dtype == torch.float32 else 4 * worst
-
-
-def _rounded(out: object, dtype: torch.dtype) -> object:
-    return out.to(dtype).to(out.dtype) if isinstance(out, Tensor) and out.is_floating_point() else out
+from qkv.verify.certificate import Row, compare, worst
+from qkv.verify.sample import Sample, part_of, truncated
+from qkv.verify.subject import BATCH, EXACT, LENGTH, Subject
 
 
 def oracle(subject: Subject) -> Iterator[Row]:
@@ -85,14 +27,19 @@ def oracle(subject: Subject) -> Iterator[Row]:
     result = found.hidden if found.logits is None else found.logits
     row = compare("oracle = model, float64", torch.from_numpy(result), subject.expected, EXACT)
     if row.verdict == "DIFFERS":
-        row = replace(row, where=f"{_first_deviation(subject)}; largest at {row.where}")
+        row = replace(row, where=f"{_traced(subject)}; largest at {row.where}")
     yield row
 
 
-def _first_deviation(subject: Subject) -> str:
-    """The first layer whose output differs from the oracle's, with the sublayer's owner; or the end of the model."""
+def _traced(subject: Subject) -> str:
+    """Where the float64 model first leaves the oracle."""
     with torch.no_grad(), capture(subject.exact, "*.layers.*.output") as trace:
         subject.exact(subject.inputs.tokens, **subject.inputs.more)
+    return first_deviation(subject, trace)
+
+
+def first_deviation(subject: Subject, trace: Mapping[str, Tensor], codec: str = "raw") -> str:
+    """The first layer whose output in `trace` differs from the oracle's, or the end of the model."""
     stack = "decoder" if subject.config.decoder is not None else "encoder"
     depth = subject.config.stacks[stack].n_layers
     for layers in range(1, depth + 1):
@@ -102,7 +49,7 @@ def _first_deviation(subject: Subject) -> str:
             bare = subject.config.override({stack: cut})
         bare = bare.override({"head": NoHead(), f"{stack}.norm": NoNorm()})
         weights = {name: subject.weights[name] for name in bare.shapes()}
-        hidden = torch.from_numpy(reference.run(bare, weights, **subject.inputs.arrays()).hidden)
+        hidden = torch.from_numpy(reference.run(bare, weights, **subject.inputs.arrays(), codec=codec).hidden)
         if compare("", hidden, trace[f"{stack}.layers.{layers - 1}.output"], EXACT).verdict == "DIFFERS":
             return f"first in {stack}.layers.{layers - 1}"
     return "first after the last layer (final norm or head)"
@@ -179,18 +126,12 @@ def _prefixes(subject: Subject, per_token: bool) -> Iterator[Row]:
     if decoder is None or not per_token or any(block.attention.pattern.reach().ahead != 0 for block in decoder.blocks):
         yield Row(path, None, EXACT, note="tokens of this model see what follows them")
         return
-    if '-ntk"' in subject.config.to_json() or '"qwen-dynamic"' in subject.config.to_json():
-        yield Row(path, None, EXACT, note="this model's positions depend on the length of the row")
+    if subject.regrown is not None:
+        yield Row(path, None, EXACT, note=subject.regrown)
         return
-    worst = Row(path, 0.0, EXACT)
-    for length in (1, 2, LENGTH // 3, LENGTH // 2, LENGTH - 1):
-        cut = Sample(subject.inputs.tokens[:, :length], {**subject.inputs.more})
-        for name in ("segments", "global_tokens"):
-            if name in cut.more:
-                cut.more[name] = cut.more[name][:, :length]
-        row = compare(path, subject.expected[:, :length], cut.run(subject.exact), EXACT)
-        worst = max(worst, row, key=lambda candidate: candidate.deviation or 0.0)
-    yield worst
+    lengths = (1, 2, LENGTH // 3, LENGTH // 2, LENGTH - 1)
+    cuts = {length: subject.inputs.part(0, length).run(subject.exact) for length in lengths}
+    yield worst(compare(path, subject.expected[:, :length], found, EXACT) for length, found in cuts.items())
 
 
 def compiled(subject: Subject) -> Iterator[Row]:
@@ -234,6 +175,3 @@ def saving(subject: Subject) -> Iterator[Row]:
         again: nn.Module = load(target).model
         assert isinstance(again, Transformer)
         yield compare("saved and loaded = itself", subject.inputs.run(subject.fast), subject.inputs.run(again), 0.0)
-
-
-PATHS: tuple[Callable[[Subject], Iterator[Row]], ...] = (oracle, backends, precision, batching, compiled, saving)

@@ -11,6 +11,8 @@ from torch import Tensor
 from qkv.config import ModelConfig, Stack
 from qkv.nn import Transformer
 
+PER_TOKEN = ("segments", "global_tokens")
+
 
 @dataclass
 class Sample:
@@ -32,11 +34,18 @@ class Sample:
 
     def row(self, index: int, length: int) -> Sample:
         """One row alone, its first `length` tokens."""
-        per_token = ("segments", "global_tokens")
-        more = {
-            n: v[index : index + 1, :length] if n in per_token else v[index : index + 1] for n, v in self.more.items()
-        }
-        return Sample(self.tokens[index : index + 1, :length], more)
+        return self.rows([index]).part(0, length)
+
+    def rows(self, indices: list[int]) -> Sample:
+        """These rows, in this order."""
+        return Sample(self.tokens[indices], {name: value[indices] for name, value in self.more.items()})
+
+    def part(self, start: int, stop: int) -> Sample:
+        """The tokens from `start` on, before `stop`; what is said once of a row is said with its first token."""
+        more = {n: v[:, start:stop] if n in PER_TOKEN else v for n, v in self.more.items()}
+        if start:
+            more = {name: value for name, value in more.items() if name in PER_TOKEN}
+        return Sample(self.tokens[:, start:stop], more)
 
 
 def sample(config: ModelConfig, batch: int, length: int, seed: int) -> Sample:

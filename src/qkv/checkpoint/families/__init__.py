@@ -22,6 +22,7 @@ from qkv.checkpoint.families import (
     roberta,
     roformer,
     t5,
+    transformer_xl,
 )
 from qkv.checkpoint.template import Family
 
@@ -47,6 +48,7 @@ FAMILIES: tuple[Family, ...] = (
     *big_bird.FAMILIES,
     *t5.FAMILIES,
     *bart.FAMILIES,
+    *transformer_xl.FAMILIES,
 )
 """Every family; of several with one model_type the first is the default."""
 

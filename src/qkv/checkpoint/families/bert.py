@@ -7,6 +7,8 @@ same file is read by the same config with `architectures` changed to `BertForNex
 
 from __future__ import annotations
 
+from typing import Any
+
 from qkv.checkpoint.families import bert_parts as parts
 from qkv.checkpoint.rules import Ignored, Rule, Tied
 from qkv.checkpoint.template import Family, Json
@@ -28,6 +30,7 @@ def _family(
     rules: tuple[Rule, ...],
     ignored: tuple[Ignored, ...] = (),
     tied: tuple[Tied, ...] = (),
+    **more: Any,
 ) -> Family:
     """One head; without tied tensors, what the config says of tying is idle."""
     bare = architecture == "BertModel"
@@ -46,13 +49,18 @@ def _family(
         ignored=(parts.BUFFERS, *ignored),
         tied=tied,
         spellings=parts.unprefixed("bert") if bare else parts.prefixed("bert"),
+        **more,
     )
 
 
 FAMILIES = (
     _family("bert", "BertForMaskedLM", parts.masked(), parts.CLS, (_POOLER, _NEXT), _LM_TIED),
     _family("bert-pretraining", "BertForPreTraining", parts.masked(), parts.CLS, (_POOLER, _NEXT), _LM_TIED),
-    _family("bert-model", "BertModel", parts.POOLER, parts.dense("pooler.dense", "head.pooler")),
+    _family(
+        "bert-model", "BertModel", parts.POOLER, parts.dense("pooler.dense", "head.pooler"),
+        optional="pooler.dense.weight", instead="bert-encoder",
+    ),
+    _family("bert-encoder", "BertModel", parts.NO_HEAD, ()),
     _family(
         "bert-next-sentence", "BertForNextSentencePrediction", parts.NEXT_SENTENCE,
         (*_BERT_POOLER, *parts.dense("cls.seq_relationship", "head.classifier")), (_MASKED,),

@@ -93,6 +93,11 @@ SEQUENCE = {
 }  # fmt: skip
 
 
+def classifier(activation: Any) -> Json:
+    """A sequence classifier whose dense layer has the activation of the others."""
+    return {**SEQUENCE, "hidden": activation}
+
+
 def masked(activation: Any = ACTIVATION) -> Json:
     """The masked-LM head; RoBERTa's activation is fixed."""
     return {"kind": "masked-lm", "tied": True, "activation": activation, "norm": NORM}

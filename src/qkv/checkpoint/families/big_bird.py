@@ -6,6 +6,8 @@ graph is of the same kind, not the same. `original_full` is attention to everybo
 
 from __future__ import annotations
 
+from typing import Any
+
 from qkv.checkpoint.families import bert_parts as parts
 from qkv.checkpoint.families.common import ACTIVATIONS
 from qkv.checkpoint.rules import Ignored, Rule, Tied
@@ -45,6 +47,7 @@ def _family(
     rules: tuple[Rule, ...],
     ignored: tuple[Ignored, ...] = (),
     tied: tuple[Tied, ...] = (),
+    **more: Any,
 ) -> Family:
     bare = architecture == "BigBirdModel"
     scale = Key("rescale_embeddings", 1.0, {False: 1.0, True: "sqrt_d_model"})
@@ -63,6 +66,7 @@ def _family(
         ignored=(parts.BUFFERS, *ignored),
         tied=tied,
         spellings=parts.unprefixed("bert") if bare else parts.prefixed("bert"),
+        **more,
     )
 
 
@@ -71,7 +75,16 @@ _MASKED = parts.masked(_ACTIVATION)
 FAMILIES = (
     _family("big-bird", "BigBirdForMaskedLM", _MASKED, parts.CLS, (_POOLER, _NEXT), _LM_TIED),
     _family("big-bird-pretraining", "BigBirdForPreTraining", _MASKED, parts.CLS, (_POOLER, _NEXT), _LM_TIED),
-    _family("big-bird-model", "BigBirdModel", parts.POOLER, parts.dense("pooler", "head.pooler")),
+    _family(
+        "big-bird-model", "BigBirdModel", parts.POOLER, parts.dense("pooler", "head.pooler"),
+        optional="pooler.weight", instead="big-bird-encoder",
+    ),
+    _family("big-bird-encoder", "BigBirdModel", parts.NO_HEAD, ()),
+    _family(
+        "big-bird-classifier", "BigBirdForSequenceClassification", parts.classifier(_ACTIVATION),
+        (*parts.dense("classifier.dense", "head.pooler"), *parts.dense("classifier.out_proj", "head.classifier")),
+        (_POOLER,),
+    ),
     _family(
         "big-bird-token-classifier", "BigBirdForTokenClassification", parts.TOKENS,
         parts.dense("classifier", "head.classifier"), (_POOLER,),

@@ -1,7 +1,8 @@
 """Gemma 1, 2 and 3 (text): a scaled token table that is the head too, heads wider than the model, 1 + weight norms.
 
 Gemma 2 adds norms behind the sublayers, windows in every other layer, and softcaps; Gemma 3 drops the softcaps, norms
-queries and keys, and has five local layers to one global, each kind with a theta of its own.
+queries and keys, and has five local layers to one global, each kind with a theta of its own. Of Gemma 3's models that
+read images as well, the text model is read; what remains is saved as Gemma 3's text model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from qkv.checkpoint.families.llama_like import (
 )
 from qkv.checkpoint.layers import Every, Layers
 from qkv.checkpoint.rope import Rope
-from qkv.checkpoint.rules import Rule
+from qkv.checkpoint.rules import Ignored, Rule, Spelling
 from qkv.checkpoint.template import Family, Json, Key, Keys, Leaf
 from qkv.errors import CheckpointError
 
@@ -151,6 +152,17 @@ GEMMA_3 = model(
     **frame(softcap=OrNull("final_logit_softcapping", None)),
 )
 
+# The two patterns say nothing beside `layer_types`; the others speak of kinds that no layer may have.
+FREE_3 = (
+    *FREE, "sliding_window_pattern", "_sliding_window_pattern", "sliding_window", "rope_local_base_freq", "rope_theta",
+    "rope_scaling",
+)  # fmt: skip
+VISION = Ignored(
+    r"(model\.)?(vision_tower|multi_modal_projector)\..*",
+    "they belong to the vision part, which qkv does not have: this is the text model alone",
+    told=True,
+)
+
 FAMILIES = (
     Family(
         name="gemma",
@@ -182,12 +194,32 @@ FAMILIES = (
         template=GEMMA_3,
         rules=(*LLAMA_FRAME, *LLAMA_LAYER, *SANDWICH, *QK_NORMS),
         must=MUST | {"attn_logit_softcapping": None},
-        # The two patterns say nothing beside `layer_types`; the other two speak of kinds that no layer may have.
-        free=(
-            *FREE, "sliding_window_pattern", "_sliding_window_pattern", "sliding_window", "rope_local_base_freq",
-            "rope_theta", "rope_scaling",
-        ),
+        free=FREE_3,
         ignored=IGNORED,
         tied=TIED,
+    ),
+    Family(
+        name="gemma3-multimodal",
+        model_types=("gemma3",),
+        architecture="Gemma3ForConditionalGeneration",
+        template=GEMMA_3,
+        rules=(*LLAMA_FRAME, *LLAMA_LAYER, *SANDWICH, *QK_NORMS),
+        must=MUST | {"attn_logit_softcapping": None},
+        free=FREE_3,
+        ignored=(*IGNORED, VISION),
+        tied=TIED,
+        spellings=(Spelling(r"^language_model\.", ""), Spelling(r"^model\.language_model\.", "model.")),
+        instead="gemma3",
+        inside="text_config",
+        beside=(
+            "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id",
+            "image_token_index", "initializer_range", "mm_tokens_per_image", "tie_word_embeddings", "vision_config",
+        ),
+        # The released files say only what differs from the smallest of these models.
+        defaults={
+            "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
+            "sliding_window": 4096,
+        },
     ),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qkv.checkpoint.families.common import ACTIVATIONS
 from qkv.checkpoint.ops import Split, Transpose
-from qkv.checkpoint.rules import Ignored, Rule, Tied
+from qkv.checkpoint.rules import Ignored, Rule, Spelling, Tied
 from qkv.checkpoint.template import Family, Key, Product, Quotient
 
 NORM = {"kind": "layernorm", "eps": Key("layer_norm_epsilon", 1e-5)}
@@ -78,5 +78,6 @@ FAMILIES = (
               "summary_use_proj"),
         ignored=(Ignored(r"transformer\.h\.\d+\.attn\.(masked_)?bias", "the causal mask"),),
         tied=(Tied("lm_head.weight", "transformer.wte.weight"),),
+        spellings=(Spelling(r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),  # the published files lack the prefix
     ),
 )  # fmt: skip

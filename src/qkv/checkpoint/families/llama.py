@@ -50,6 +50,7 @@ FAMILIES = (
         name="llama",
         model_types=("llama",),
         architecture="LlamaForCausalLM",
+        also=("LLaMAForCausalLM",),
         template=TEMPLATE,
         rules=(
             *LLAMA_FRAME,

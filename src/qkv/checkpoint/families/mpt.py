@@ -28,6 +28,7 @@ ATTENTION = Merge(
         Within(
             "attn_config",
             {
+                "clip": Key("clip_qkv", None),
                 "dropout": Whole(Key("attn_pdrop", 0.0)),
                 "scale": Key("softmax_scale", None),
                 "positions": {"kind": "alibi", "max_bias": Whole(Key("alibi_bias_max", 8.0))},
@@ -36,7 +37,6 @@ ATTENTION = Merge(
                 "alibi": True,
                 "attn_type": "multihead_attention",
                 "attn_uses_sequence_id": False,
-                "clip_qkv": None,
                 "prefix_lm": False,
                 "qk_ln": False,
             },
@@ -53,6 +53,7 @@ FAMILIES = (
         name="mpt",
         model_types=("mpt",),
         architecture="MptForCausalLM",
+        also=("MPTForCausalLM",),
         template={
             "vocab_size": Key("vocab_size"),
             "d_model": Key("d_model"),

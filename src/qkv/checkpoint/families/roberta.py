@@ -41,6 +41,7 @@ def _families(kind: _Kind) -> tuple[Family, ...]:
     heads = (
         ("", "ForMaskedLM", parts.masked("gelu"), parts.LM_HEAD),
         ("-model", "Model", parts.POOLER, parts.dense("pooler.dense", "head.pooler")),
+        ("-encoder", "Model", parts.NO_HEAD, ()),
         ("-classifier", "ForSequenceClassification", parts.SEQUENCE, own),
         ("-token-classifier", "ForTokenClassification", parts.TOKENS, classifier),
         ("-span", "ForQuestionAnswering", parts.SPAN, parts.dense("qa_outputs", "head.classifier")),
@@ -57,6 +58,8 @@ def _families(kind: _Kind) -> tuple[Family, ...]:
             ignored=(parts.BUFFERS,) if ending == "Model" else (parts.BUFFERS, pooler),
             tied=tied if ending == "ForMaskedLM" else (),
             spellings=parts.unprefixed(kind.prefix) if ending == "Model" else parts.prefixed(kind.prefix),
+            optional="pooler.dense.weight" if suffix == "-model" else None,
+            instead=f"{kind.name}-encoder" if suffix == "-model" else None,
         )
         for suffix, ending, head, rules in heads
     )

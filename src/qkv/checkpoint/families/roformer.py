@@ -42,6 +42,10 @@ FAMILIES = (
     ),
     _family("roformer-model", "RoFormerModel", parts.NO_HEAD, ()),
     _family(
+        "roformer-classifier", "RoFormerForSequenceClassification", parts.classifier(parts.ACTIVATION),
+        (*parts.dense("classifier.dense", "head.pooler"), *parts.dense("classifier.out_proj", "head.classifier")),
+    ),
+    _family(
         "roformer-token-classifier", "RoFormerForTokenClassification", parts.TOKENS,
         parts.dense("classifier", "head.classifier"),
     ),

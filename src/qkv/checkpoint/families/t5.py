@@ -170,6 +170,7 @@ def _families(model_type: str, classes: str, head: _Head) -> tuple[Family, ...]:
             name=model_type,
             model_types=(model_type,),
             architecture=f"{classes}ForConditionalGeneration",
+            also=(f"{classes}WithLMHeadModel",),
             template=_template(head),
             rules=(_SHARED, *_ENCODER, *_DECODER, Rule("lm_head.weight", "head.weight")),
             must={"is_decoder": False},

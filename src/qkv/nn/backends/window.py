@@ -16,6 +16,7 @@ from qkv.config import Coordinates
 from qkv.nn.backends.base import Backend, Scoring
 from qkv.nn.backends.sdpa import dot_product
 from qkv.nn.context import AttentionPlan, visible
+from qkv.nn.invariant import active
 
 
 class Window(Backend):
@@ -39,7 +40,8 @@ class Window(Backend):
 
     def worthwhile(self, q: Tensor, plan: AttentionPlan) -> bool:
         reach = plan.pattern.reach()
-        return q.shape[2] > 2 * (1 + (reach.behind or 0) + (reach.ahead or 0))
+        # Keys cut where chunks of queries end are summed in another order than a cache's.
+        return q.shape[2] > 2 * (1 + (reach.behind or 0) + (reach.ahead or 0)) and not active()
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         reach, length = plan.pattern.reach(), q.shape[2]

@@ -1,0 +1,1 @@
+"""Models that generation can run, one module per way to run them."""

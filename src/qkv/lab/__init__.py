@@ -1,0 +1,1 @@
+"""The executable textbook: experiments that hold what the teaching texts say against measurements."""

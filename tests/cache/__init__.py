@@ -1,0 +1,1 @@
+"""KV caches: codecs and layouts against the oracle, which has none."""
