@@ -38,10 +38,12 @@ def convert(
     ] = "",
 ) -> None:
     """Write a model in another format."""
+    from qkv.cli.stream import notes
     from qkv.model import load
 
     chosen = form or ("gguf" if target.suffix == ".gguf" else "hf")
-    load(source).save(target, chosen)  # type: ignore[arg-type]  # an unknown format is refused by name
+    with notes():
+        load(source).save(target, chosen)  # type: ignore[arg-type]  # an unknown format is refused by name
     print(f"{source} is now also at {target}, in the format {chosen}")
 
 

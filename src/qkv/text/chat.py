@@ -16,7 +16,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -70,6 +70,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+@lru_cache(maxsize=32)
+def _compiled_template(template: str) -> Template:
+    return _environment().from_string(template)
+
+
 def apply(messages: Sequence[Message], template: str, *, add_generation_prompt: bool = True, **variables: Any) -> str:
     """The text of a chat.
 
@@ -77,7 +82,7 @@ def apply(messages: Sequence[Message], template: str, *, add_generation_prompt: 
     add_generation_prompt: end with the start of the model's answer.
     """
     try:
-        return _environment().from_string(template).render(
+        return _compiled_template(template).render(
             messages=messages, add_generation_prompt=add_generation_prompt, **variables
         )  # fmt: skip
     except _RefusalError as error:
