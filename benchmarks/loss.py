@@ -1,10 +1,11 @@
-"""The loss of a large vocabulary, in chunks and with whole logits: `python benchmarks/loss.py [--rounds 7] [--threads 1]`.
+"""The loss of a large vocabulary, in chunks and with whole logits: `python benchmarks/loss.py [--rounds 7]`.
 
-Forward and backward of the head and its cross-entropy, float32. Before anything is measured, both must give the same
-loss and gradients. Times are medians of rounds in which both take turns, ratios are between medians. Memory is what the
-process takes at most beyond what it had before, each case in a process of its own; the gradients of hidden states and
-matrix, which both must leave behind, are in it, and once more without them. `products` are the three matrix products
-alone, into memory that is there already: no way of computing the loss is faster than that.
+Forward and backward of the head and its cross-entropy, float32, by default on one thread. Before anything is measured,
+both must give the same loss and gradients. Times are medians of rounds in which both take turns, ratios are between
+medians. Memory is what the process takes at most beyond what it had before, each case in a process of its own (Linux);
+the gradients of hidden states and matrix, which both must leave behind, are in it, and the last column is without them.
+`products` are the three matrix products alone, into memory that is there already: no way of computing the loss is
+faster than that.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ _HOME = {
     "ConfigError": "qkv.errors",
     "DataError": "qkv.errors",
     "GenerationError": "qkv.errors",
+    "TrainingError": "qkv.errors",
     "QkvError": "qkv.errors",
     "ModelConfig": "qkv.config",
     "config": "qkv.config",
@@ -28,11 +29,13 @@ _HOME = {
     "Greedy": "qkv.config.decoding",
     "Sampling": "qkv.config.decoding",
     "Beam": "qkv.config.decoding",
+    "Recipe": "qkv.config.recipe",
     "Runtime": "qkv.generate.runners.torch",
     "build": "qkv.model",
     "load": "qkv.model",
     "TextModel": "qkv.model",
     "capture": "qkv.nn.capture",
+    "train": "qkv.train",
     "verify": "qkv.verify",
 }
 
@@ -48,9 +51,11 @@ __all__ = [
     "Greedy",
     "ModelConfig",
     "QkvError",
+    "Recipe",
     "Runtime",
     "Sampling",
     "TextModel",
+    "TrainingError",
     "build",
     "capture",
     "config",
@@ -59,16 +64,19 @@ __all__ = [
     "presets",
     "reference",
     "register",
+    "train",
     "verify",
 ]
 
 if TYPE_CHECKING:
     from qkv import config, reference
+    from qkv import train as train
     from qkv import verify as verify
     from qkv.cache.cache import Cache
     from qkv.config import ModelConfig
     from qkv.config.decoding import Beam, Greedy, Sampling
     from qkv.config.presets import preset, presets
+    from qkv.config.recipe import Recipe
     from qkv.errors import (
         BackendError,
         CacheError,
@@ -77,6 +85,7 @@ if TYPE_CHECKING:
         DataError,
         GenerationError,
         QkvError,
+        TrainingError,
     )
     from qkv.extend import register
     from qkv.generate.runners.torch import Runtime

@@ -290,10 +290,33 @@ def test_what_a_model_cannot_be_taught(
 
 
 def test_next_sentence_needs_two_segments() -> None:
-    objective = {"kind": "masked", "next_sentence": True}
-    assert recipe(PAIR, objective).model.architecture is not None
-    with pytest.raises(ConfigError, match=re.escape("model.embedding.n_segments: next_sentence tells two segments")):
-        recipe(BERT, objective)
+    objective = Masked(next_sentence=True)
+    assert list(objective.misfits(ModelConfig.from_dict(PAIR))) == []
+    ((path, what),) = objective.misfits(ModelConfig.from_dict(BERT))
+    assert (path, what[:34]) == ("embedding.n_segments", "next_sentence tells two segments a")
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ({"kind": "masked", "next_sentence": True}, "objective.next_sentence: pairs are not trained"),
+        ({"kind": "next-token", "memory": 8}, "objective.memory: training with a memory"),
+    ],
+)
+def test_what_is_not_carried_out_is_refused(objective: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        recipe(PAIR if objective["kind"] == "masked" else GPT, objective)
+
+
+def test_adapters_learn_in_place_of_the_model() -> None:
+    made = recipe(GPT, {"kind": "next-token"}).override({"lora": {"rank": 4, "base": "int8"}})
+    assert made.lora is not None
+    assert (made.lora.rank, made.lora.base) == (4, "int8")
+    assert Recipe.from_toml(made.to_toml()) == made
+    with pytest.raises(ConfigError, match=re.escape("run.average_last: averages whole models")):
+        made.override({"run.average_last": 2, "run.keep": 2, "run.save_every": 1})
+    with pytest.raises(ConfigError, match=re.escape("lora.targets: needs at least one name")):
+        made.override({"lora.targets": []})
 
 
 def test_a_checkpoint_is_judged_when_it_is_read() -> None:

@@ -64,6 +64,7 @@ def test_commands_run(command: str, tmp_path: Path, environment: dict[str, str])
     """As typed, in an empty folder; training is cut to two steps, and what reads its folder finds it."""
     words = shlex.split(command)
     qkv_command = [sys.executable, "-m", "qkv", *words[1:]]
+
     def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             arguments, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False, env=environment, input=""

@@ -7,7 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "qkv"
-_GENERATED = {"__pycache__", "build", "dist", "data", "runs"}  # what git ignores, too
+# What git ignores, too: anywhere, and at the root.
+_GENERATED = {"__pycache__", "build", "dist"}
+_AT_ROOT = {"data", "runs"}
 _HIDDEN_BUT_OURS = {".ci", ".gitignore"}
 
 
@@ -19,7 +21,8 @@ def files(*suffixes: str) -> list[Path]:
 def _walk(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
         hidden = path.name.startswith(".") and path.name not in _HIDDEN_BUT_OURS
-        if hidden or path.name in _GENERATED or path.name.endswith(".egg-info"):
+        generated = path.name in _GENERATED or (folder == ROOT and path.name in _AT_ROOT)
+        if hidden or generated or path.name.endswith(".egg-info"):
             continue
         if path.is_dir():
             yield from _walk(path)

@@ -17,10 +17,12 @@ from qkv.cli import (
     demo,
     generate,
     models,
+    plot,
     presets,
     schema,
     show,
     tokenizer,
+    train,
     translate,
     verify,
 )
@@ -43,6 +45,8 @@ app.command("generate")(generate.command)
 app.command("chat")(chat.command)
 app.command("translate")(translate.command)
 app.command("verify")(verify.command)
+app.command("train")(train.command)
+app.command("plot")(plot.command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(tokenizer.app, name="tokenizer")
 app.command("pull")(models.pull)

@@ -24,11 +24,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
-from qkv.config.base import Config, NonNegative, Positive, Probability, Problem, Tuple
+from qkv.config.base import Config, NonNegative, Positive, PositiveFloat, Probability, Problem, Tuple
 from qkv.config.model import ModelConfig
 from qkv.config.position import Learned
 from qkv.config.presets import preset
-from qkv.config.training import AdamW, Format, NextToken, Objective, Optimizer, Schedule
+from qkv.config.training import AdamW, Format, Masked, NextToken, Objective, Optimizer, Schedule
 from qkv.errors import ConfigError
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -176,6 +176,24 @@ class Run(Config):
             yield "save_every", f"without checkpoints on the way there are no {self.average_last} to average"
 
 
+class Lora(Config):
+    """Small matrices that learn beside frozen ones: W x + (alpha / rank) B A x (Hu 2021, arXiv 2106.09685)."""
+
+    rank: Positive = 8
+    alpha: PositiveFloat = 16.0
+    dropout: Probability = 0.0
+    targets: Tuple[str] = ("q_proj", "v_proj")
+    """The names of the linear layers, or patterns of whole names (`decoder.layers.*.ffn.up_proj`)."""
+    rslora: bool = False
+    """Whether the factor is alpha / sqrt(rank) (Kalajdzievski 2023)."""
+    base: Literal["as-is", "int8", "int4"] = "as-is"
+    """Whether the frozen matrices beside adapters are kept as codes of 8 or 4 bits (Dettmers 2023, QLoRA)."""
+
+    def problems(self) -> Iterator[Problem]:
+        if not self.targets:
+            yield "targets", "needs at least one name, such as q_proj"
+
+
 class Log(Config):
     """Where the figures of a run go, besides the JSON lines in its folder."""
 
@@ -195,6 +213,8 @@ class Recipe(Config):
     optimizer: Optimizer = AdamW()
     schedule: Schedule
     run: Run
+    lora: Lora | None = None
+    """If given, adapters learn and the model's own weights stay."""
     log: Log = Log()
 
     def problems(self) -> Iterator[Problem]:
@@ -202,6 +222,12 @@ class Recipe(Config):
         if self.data.format not in self.objective.formats:
             wanted = " or ".join(map(repr, self.objective.formats))
             yield "data.format", f"objective {self.objective.kind!r} needs {wanted}, got {self.data.format!r}"
+        if self.lora is not None and self.run.average_last:
+            yield "run.average_last", "averages whole models, and with lora only adapters learn: leave it out"
+        if isinstance(self.objective, Masked) and self.objective.next_sentence:
+            yield "objective.next_sentence", "pairs are not trained beside hidden tokens yet: leave it out"
+        if isinstance(self.objective, NextToken) and self.objective.memory:
+            yield "objective.memory", "training with a memory of earlier segments is not there yet: set it to 0"
         model = self.model.architecture
         if model is not None:
             yield from ((f"model.{path}".rstrip("."), what) for path, what in self.objective.misfits(model))

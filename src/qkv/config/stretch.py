@@ -1,7 +1,7 @@
 """A config whose rotary angles are stretched, so that its model reads texts longer than it was trained on.
 
-    stretched(cfg, "yarn:4")       YaRN to four times the trained length
-    stretched(cfg, "linear:2")     every angle halved
+stretched(cfg, "yarn:4")       YaRN to four times the trained length
+stretched(cfg, "linear:2")     every angle halved
 """
 
 from __future__ import annotations

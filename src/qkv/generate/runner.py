@@ -55,8 +55,6 @@ class Runner(Protocol):
     def max_length(self) -> int | None:
         """The largest number of tokens that a row may have; None if there is no limit."""
 
-    def start(
-        self, batch: int, max_len: int, *, sources: Sequence[Tokens] | None = None, slack: int = 0
-    ) -> State:
+    def start(self, batch: int, max_len: int, *, sources: Sequence[Tokens] | None = None, slack: int = 0) -> State:
         """An empty state for `batch` rows of at most `max_len` tokens; `sources`: what an encoder-decoder reads.
         `slack`: how many tokens a later `truncate` must be able to take back."""

@@ -63,8 +63,8 @@ class _TiedProjections(Leaf):
         return tied
 
     def write(self, value: Any, out: Json) -> None:
-        tied = value or []
-        out["tie_projs"] = tied + [False] * (len(out["cutoffs"]) + 1 - len(tied))
+        tied = list(value or [])
+        out["tie_projs"] = tied + [False] * (len(out.get("cutoffs") or ()) + 1 - len(tied))
         out["proj_share_all_but_first"] = all(out["tie_projs"][1:])
 
 

@@ -1,4 +1,4 @@
-"""Batches from one long text."""
+"""Windows of one long text that is in memory: what the demo trains on."""
 
 from __future__ import annotations
 

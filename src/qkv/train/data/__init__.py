@@ -1,0 +1,35 @@
+"""The data of a run: files become shards of tokens, once; shards become an endless stream of examples.
+
+shards = prepare(recipe.data, tokenizer, folder)            text, JSONL, pairs, chats; `split="valid"` for the rest
+stream = Stream(shards, context=1024, batch=32, seed=0)     shuffled, packed, resumable at any example
+"""
+
+from qkv.train.data.pairs import pairs_apart, split_pairs
+from qkv.train.data.preparing import prepare, training_texts
+from qkv.train.data.records import Chat, Pair, Reading, Text
+from qkv.train.data.rows import Coverage
+from qkv.train.data.shards import Shards, in_memory, open_shards, tokenizer_hash, verify
+from qkv.train.data.stream import Contiguous, Stream, every_row
+from qkv.train.data.windows import random_windows, split
+
+__all__ = [
+    "Chat",
+    "Contiguous",
+    "Coverage",
+    "Pair",
+    "Reading",
+    "Shards",
+    "Stream",
+    "Text",
+    "every_row",
+    "in_memory",
+    "open_shards",
+    "pairs_apart",
+    "prepare",
+    "random_windows",
+    "split",
+    "split_pairs",
+    "tokenizer_hash",
+    "training_texts",
+    "verify",
+]
