@@ -15,7 +15,7 @@ from torch import Tensor
 
 import qkv
 import qkv.train
-from qkv.cli import demo
+from qkv.cli import demo, stream
 from qkv.text import language_reference
 
 from .helpers import Result
@@ -93,7 +93,7 @@ def test_a_second_ctrl_c_ends_the_program() -> None:
 
 
 def _two_interrupts() -> None:
-    with demo._interrupts() as asked:
+    with stream.interrupts() as asked:
         signal.raise_signal(signal.SIGINT)
         assert asked == [signal.SIGINT]
         with pytest.raises(KeyboardInterrupt):
@@ -101,4 +101,4 @@ def _two_interrupts() -> None:
 
 
 def test_control_characters_never_reach_the_terminal() -> None:
-    assert demo._indented("a\x1b[2J\r\x07b\nc") == "  | a·[2J··b\n  | c"
+    assert stream.indented("a\x1b[2J\r\x07b\nc") == "  | a·[2J··b\n  | c"

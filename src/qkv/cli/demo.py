@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from qkv.cli.stream import indented, interrupts
 
 if TYPE_CHECKING:
     from qkv.nn import Transformer
@@ -52,7 +51,7 @@ def command(
             score = disjoint_windows(lm.model, texts.held_out, CONTEXT)
             prompt = texts.prompt()
             done = lm.generate(prompt, _SAMPLE, decoding=Sampling(temperature=0.8, seed=seed))
-            return score, _indented(prompt + done.text)
+            return score, indented(prompt + done.text)
 
     before, sample = measured(lm)
     print(f"\nBefore training: held-out loss {before.loss:.3f}, a sample:\n{sample}")
@@ -83,7 +82,7 @@ def _train(model: Transformer, texts: Texts, steps: int, seconds: float, seed: i
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     loss, number = 0.0, 0
     print()
-    with Progress(*columns, TimeRemainingColumn()) as progress, _interrupts() as asked:
+    with Progress(*columns, TimeRemainingColumn()) as progress, interrupts() as asked:
         task = progress.add_task("", total=steps)
         for step in train(model, batches, plan):
             number = step.number
@@ -98,25 +97,3 @@ def _train(model: Transformer, texts: Texts, steps: int, seconds: float, seed: i
                 progress.console.print("  interrupted: keeping what was learnt so far")
                 break
     return number
-
-
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Within the block, Ctrl-C only puts an entry into the list; a second one ends the program as usual."""
-    asked: list[int] = []
-
-    def handler(number: int, frame: object) -> None:
-        asked.append(number)
-        signal.signal(signal.SIGINT, previous)
-
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-def _indented(text: str) -> str:
-    """The lines behind a bar; an untrained model writes bytes that no terminal should be sent."""
-    shown = "".join(char if char.isprintable() or char == "\n" else "\N{MIDDLE DOT}" for char in text)
-    return "\n".join(f"  | {line}" for line in shown.split("\n"))

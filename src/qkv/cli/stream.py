@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -124,3 +125,25 @@ def note_of_length(lm: TextModel, given: int, new: int) -> None:
 
 def _counted(tokens: int) -> str:
     return "1 token" if tokens == 1 else f"{tokens} tokens"
+
+
+def indented(text: str) -> str:
+    """The lines behind a bar, without control characters, which an untrained model writes."""
+    shown = "".join(char if char.isprintable() or char == "\n" else "\N{MIDDLE DOT}" for char in text)
+    return "\n".join(f"  | {line}" for line in shown.split("\n"))
+
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Within the block, Ctrl-C only puts an entry into the list; a second one ends the program as usual."""
+    asked: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        asked.append(number)
+        signal.signal(signal.SIGINT, previous)
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, previous)

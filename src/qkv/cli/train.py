@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -16,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qkv.cli.models import AsJson
-from qkv.cli.stream import INTERRUPTED, notes, tell
+from qkv.cli.stream import INTERRUPTED, indented, interrupts, notes, tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -157,34 +154,12 @@ def _show(progress: Progress, task: TaskID, meter: Meter, report: Report) -> Non
     if report.valid_loss is not None:
         said.append(f"step {report.step}  {report.seconds:.0f} s  {meter.line()}")
     if report.sample is not None:
-        said.append(_indented(report.sample))
+        said.append(indented(report.sample))
     for text in said:
         progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _indented(text: str) -> str:
-    """The lines behind a bar, without control characters, which an untrained model writes."""
-    shown = "".join(char if char.isprintable() or char == "\n" else "\N{MIDDLE DOT}" for char in text)
-    return "\n".join(f"  | {line}" for line in shown.split("\n"))
-
-
 # Interruption
-
-
-@contextmanager
-def interrupts() -> Iterator[list[int]]:
-    """Within the block, Ctrl-C only puts an entry into the list; a second one ends the program as usual."""
-    asked: list[int] = []
-
-    def handler(number: int, frame: object) -> None:
-        asked.append(number)
-        signal.signal(signal.SIGINT, previous)
-
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _tell_interrupted(recipe: Recipe, step: int | None) -> None:
