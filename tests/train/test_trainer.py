@@ -64,8 +64,8 @@ def test_micro_batches_make_the_step_of_the_whole_batch(rows: int, tmp_path: Pat
         assert b.gradient_norm == pytest.approx(a.gradient_norm, rel=1e-12)
 
 
-def test_rates_count_optimizer_steps(tmp_path: Path) -> None:
-    """B120: four micro-batches per step, ten steps of warm-up: ten steps."""
+def test_b120_rates_count_optimizer_steps(tmp_path: Path) -> None:
+    """Four micro-batches per step, ten steps of warm-up: ten steps."""
     made = runs.recipe(
         tmp_path, run__steps=12, run__micro_batch=1, schedule={"kind": "constant", "peak": 1.0, "warmup": 10}
     )
@@ -74,8 +74,8 @@ def test_rates_count_optimizer_steps(tmp_path: Path) -> None:
     assert rates == pytest.approx([1e-4 * min(step, 10) for step in range(1, 13)], rel=1e-12)
 
 
-def test_what_is_clipped_is_the_true_gradient_once(tmp_path: Path) -> None:
-    """B123: a scale of 65536 and four micro-batches; the norm is that of the plain gradient of the whole batch."""
+def test_b123_what_is_clipped_is_the_true_gradient_once(tmp_path: Path) -> None:
+    """A scale of 65536 and four micro-batches; the norm is that of the plain gradient of the whole batch."""
     base = runs.recipe(tmp_path, model=runs.tiny("gpt2", **DRY), run__clip=0.01, optimizer={"kind": "lion"})
     found = {}
     for name, micro in (("plain", None), ("scaled", 1)):
