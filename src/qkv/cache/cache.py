@@ -50,7 +50,7 @@ class Options:
     """How a cache is made."""
 
     max_len: int | None
-    """How many tokens a row may have; None: any number, where every layer has a window."""
+    """How many tokens layers without a window have room for; None where every layer has one. A full window goes on."""
     codec: str = "raw"
     layout: Literal["auto", "paged"] = "auto"
     """`auto`: a ring for layers with a window, a slot per position for others; `paged`: all of them in pages."""
