@@ -1,13 +1,13 @@
 """A position scheme and an attention pattern in a file of your own: trained, saved, loaded, and checked."""
 
+import shutil
 from typing import Literal
 
 import numpy as np
 import torch
 
 import qkv
-from qkv import nn, text
-from qkv.train import Plan, random_windows, train
+from qkv import nn
 
 
 @qkv.register  # each token sees itself and 1, 2, 4, 8 ... back (Li 2019); one predicate for NumPy and torch
@@ -49,11 +49,11 @@ class Decay(qkv.config.Positions):
 
 kinds = {"decoder.layers.*.attention.positions": "decay", "decoder.layers.*.attention.pattern": "log-sparse"}
 cfg = qkv.preset("llama-2-7b").toy().override({"vocab_size": 256} | {path: {"kind": kinds[path]} for path in kinds})
-lm = qkv.TextModel(qkv.build(cfg, seed=0), text.ByteTokenizer())
-data = torch.tensor(lm.tokenizer.encode(text.language_reference()))
-losses = [step.loss for step in train(lm.model, random_windows(data, 8, 64, seed=0), Plan(50, 3e-3, warmup=5))]
-lm.save("runs/my_attention")
-model = qkv.load("runs/my_attention").model
-expected = qkv.reference.forward(cfg, {n: t.numpy() for n, t in model.state_dict().items()}, data[None, :40].numpy())
-error = np.abs(model(data[None, :40]).logits.detach().numpy() - expected).max() / np.abs(expected).max()
-print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}; saved to runs/my_attention and loaded; reference error {error:.0e}")
+shutil.rmtree("runs/my_attention", ignore_errors=True)
+text = {"train": [__file__], "context": 64}  # it learns to write this file
+run = {"run": {"steps": 60, "batch": 8, "folder": "runs/my_attention"}, "schedule": {"kind": "cosine", "peak": 3e-3}}
+result = qkv.train(qkv.Recipe.from_dict({"model": {"config": cfg.to_dict()}, "data": text} | run))
+model, tokens = qkv.load("runs/my_attention/model").model, torch.randint(256, (1, 40))
+expected = qkv.reference.forward(cfg, {n: t.numpy() for n, t in model.state_dict().items()}, tokens.numpy())
+error = np.abs(model(tokens).logits.detach().numpy() - expected).max() / np.abs(expected).max()
+print(f"held-out loss {result.valid_loss:.2f}, model in runs/my_attention/model, reference error {error:.0e}")

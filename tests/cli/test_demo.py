@@ -7,16 +7,17 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch import Tensor
 
 import qkv
-import qkv.train
 from qkv.cli import demo, stream
 from qkv.text import language_reference
+from qkv.train import demo as train_demo
+from qkv.train.journal import Journal
 
 from .helpers import Result
 
@@ -63,15 +64,15 @@ def test_the_whole_job(text: Path, tmp_path: Path) -> None:
 def test_ctrl_c_keeps_what_was_learnt(
     command: Callable[..., Result], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    windows = qkv.train.random_windows
+    write = Journal.write
 
-    def interrupted(*arguments: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for number, batch in enumerate(windows(*arguments), start=1):
-            if number == 3:
-                signal.raise_signal(signal.SIGINT)
-            yield batch
+    def interrupting(journal: Journal, entry: Mapping[str, Any]) -> None:
+        if entry["step"] == 3:
+            signal.raise_signal(signal.SIGINT)
+        write(journal, entry)
 
-    monkeypatch.setattr(qkv.train, "random_windows", interrupted)
+    monkeypatch.setattr(Journal, "write", interrupting)
+    monkeypatch.setattr(train_demo, "steps_within", lambda seconds, recipe: recipe.run.steps)
     monkeypatch.setattr(demo, "_SAMPLE", 4)
     before = signal.getsignal(signal.SIGINT)
     shown = command("demo", "--steps", "1000", "--data", str(text), "--out", str(tmp_path / "m"))
@@ -81,6 +82,17 @@ def test_ctrl_c_keeps_what_was_learnt(
     assert figures(shown.out)["after training"] < figures(shown.out)["before training"]
     assert qkv.load(tmp_path / "m").config.vocab_size == 256
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_time_is_kept(
+    command: Callable[..., Result], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_demo, "steps_within", lambda seconds, recipe: recipe.run.steps)  # as if pace had fallen
+    monkeypatch.setattr(demo, "_SAMPLE", 4)
+    shown = command("demo", "--steps", "100000", "--seconds", "1", "--data", str(text), "--out", str(tmp_path / "m"))
+    assert shown.code == 0
+    assert "  1 s are over: keeping what was learnt so far" in shown.out
+    assert qkv.load(tmp_path / "m").config.vocab_size == 256
 
 
 def test_a_second_ctrl_c_ends_the_program() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -183,22 +184,26 @@ def test_ctrl_c_ends_the_run_after_the_step_and_resuming_changes_nothing(
     assert done.code == 130
     assert done.out == "run: 5 steps made\n"
     how = "go on with: qkv train run/recipe.toml --resume"
-    assert f"qkv: interrupted after step 5; the last checkpoint is of step 4; {how}\n" in done.err
+    assert f"qkv: interrupted after step 5; the last checkpoint is of step 5; {how}\n" in done.err
     assert signal.getsignal(signal.SIGINT) is before
     assert not Path("run/model").exists()
     assert command("train", "run/recipe.toml", "--resume").code == 0
     assert losses("run") == losses("whole")
     assert Path("run/model").is_dir()
+    # The checkpoint out of turn has made room for the next one in turn.
+    assert sorted(os.listdir("run/checkpoints")) == sorted(os.listdir("whole/checkpoints"))
 
 
-def test_ctrl_c_before_the_first_checkpoint(command: Command, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_first_checkpoint_in_turn(
+    command: Command, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patched:
         interrupt_at(1, patched)
         done = command("train", str(recipe), "--json")
     assert done.code == 130
     assert json.loads(done.out)["interrupted"] is True
     assert json.loads(done.out)["valid_loss"] is None
-    assert "interrupted after step 1; there is no checkpoint yet; go on with: " in done.err
+    assert "interrupted after step 1; the last checkpoint is of step 1; go on with: " in done.err
     assert command("train", "run/recipe.toml", "--resume").code == 0
     assert len(losses("run")) == 6
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from qkv.errors import DataError
 from qkv.evaluate import NGram
-from qkv.train.demo import CONTEXT, Texts, demo_config, prepared
+from qkv.train.demo import CONTEXT, Texts, demo_config, demo_recipe, prepared, steps_within
 
 
 def test_the_model_is_as_small_as_it_says() -> None:
@@ -21,6 +23,22 @@ def test_the_end_of_the_text_is_held_out() -> None:
     texts = prepared(text, "here")
     assert bytes(texts.training.tolist()) + bytes(texts.held_out.tolist()) == text.encode()
     assert len(texts.held_out) == pytest.approx(len(text) / 10, abs=1)
+
+
+def test_no_character_is_cut_in_two() -> None:
+    for size in range(2600, 2612):
+        texts = prepared("é注" * size, "here")
+        assert bytes(texts.held_out[:5].tolist()).decode()
+        assert bytes(texts.training.tolist()).decode() + bytes(texts.held_out.tolist()).decode() == "é注" * size
+
+
+def test_fewer_steps_are_made_where_there_is_no_time_for_all(tmp_path: Path) -> None:
+    texts = prepared("the cat sat on the mat. " * 200, "here")
+    recipe = demo_recipe(texts, 10_000, 0, tmp_path)
+    assert 1 <= steps_within(1, recipe) < 1000
+    assert steps_within(1e6, recipe) == 10_000
+    assert not (tmp_path / "run").exists()
+    assert steps_within(1, demo_recipe(texts, 2, 0, tmp_path)) == 2
 
 
 def test_a_short_text_is_refused_and_the_shortest_can_be_trained_on() -> None:

@@ -274,6 +274,27 @@ def test_the_final_model_is_the_mean_of_the_last_checkpoints(tmp_path: Path) -> 
     assert not torch.equal(found["embed.tokens.weight"], last[-1]["embed.tokens.weight"])
 
 
+def test_a_checkpoint_out_of_turn_is_in_no_average(tmp_path: Path) -> None:
+    made = runs.recipe(tmp_path, run__save_every=2, run__steps=8, run__keep=3, run__average_last=3)
+    runs.finished(runs.elsewhere(made, "whole"))
+    trainer = Trainer.start(made)
+    for report in trainer.run():
+        if report.step in {4, 5}:
+            trainer.save()
+            trainer.save()
+        if report.step == 5:
+            break
+    assert runs.saved(made.run.folder) == ["00000002", "00000004", "00000005"]
+    trainer = Trainer.resume(made)
+    assert trainer.step == 5
+    list(trainer.run())
+    assert runs.saved(made.run.folder) == ["00000004", "00000006", "00000008"]
+    one, other = (
+        qkv.load(folder / "model").model.state_dict() for folder in (Path(made.run.folder), tmp_path / "whole")
+    )
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
 def test_the_moving_average_is_that_of_the_weights(tmp_path: Path) -> None:
     made = runs.recipe(tmp_path, run__steps=4, run__ema=0.75)
     result = qkv.train(runs.elsewhere(made, "whole"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +11,11 @@ import typer
 from qkv.cli.stream import indented, interrupts
 
 if TYPE_CHECKING:
-    from qkv.nn import Transformer
+    from rich.console import Console
+
+    from qkv.evaluate import Score
+    from qkv.model import TextModel
+    from qkv.train import Trainer
     from qkv.train.demo import Texts
 
 _SAMPLE = 200  # bytes
@@ -31,33 +36,27 @@ def command(
     from rich.console import Console
 
     from qkv.checkpoint.native import check_target
-    from qkv.config.decoding import Sampling
-    from qkv.evaluate import Score, disjoint_windows
-    from qkv.model import TextModel, build, load
-    from qkv.text import ByteTokenizer, language_reference, read_text
-    from qkv.train.demo import CONTEXT, ORDER, demo_config, prepared
+    from qkv.model import load
+    from qkv.text import language_reference, read_text
+    from qkv.train import Trainer
+    from qkv.train.demo import ORDER, demo_recipe, prepared, steps_within
 
     console = Console()
     check_target(out)  # before the work, not after it
     name = "Python's language reference" if data is None else str(data)
     texts = prepared(language_reference() if data is None else read_text(data), name)
-    lm = TextModel(build(demo_config(), seed=seed), ByteTokenizer())
-    print(f"Text: {name}, {len(texts.training):,} bytes to train on, {len(texts.held_out):,} held out")
-    print(f"Model: Llama's block, d_model {lm.config.d_model}, {lm.config.n_parameters:,} parameters, byte vocabulary")
-
-    def measured(lm: TextModel) -> tuple[Score, str]:
-        """The held-out score, and a sample that begins with a few held-out words."""
-        with console.status("measuring"):
-            score = disjoint_windows(lm.model, texts.held_out, CONTEXT)
-            prompt = texts.prompt()
-            done = lm.generate(prompt, _SAMPLE, decoding=Sampling(temperature=0.8, seed=seed))
-            return score, indented(prompt + done.text)
-
-    before, sample = measured(lm)
-    print(f"\nBefore training: held-out loss {before.loss:.3f}, a sample:\n{sample}")
-    done = _train(lm.model, texts, steps, seconds, seed)
-    lm.save(out)
-    after, sample = measured(load(out))
+    with TemporaryDirectory() as folder:
+        with console.status("preparing"):
+            steps = steps_within(seconds, demo_recipe(texts, steps, seed, Path(folder)))
+            trainer = Trainer.start(demo_recipe(texts, steps, seed, Path(folder)))
+        config = trainer.model.config
+        print(f"Text: {name}, {len(texts.training):,} bytes to train on, {len(texts.held_out):,} held out")
+        print(f"Model: Llama's block, d_model {config.d_model}, {config.n_parameters:,} parameters, byte vocabulary")
+        before, sample = _measured(trainer.parts.lm, texts, seed, console)
+        print(f"\nBefore training: held-out loss {before.loss:.3f}, a sample:\n{sample}")
+        done = _train(trainer, seconds)
+    trainer.parts.lm.save(out)
+    after, sample = _measured(load(out), texts, seed, console)
     print(f"\nAfter {done} steps, saved to {out} and loaded again: held-out loss {after.loss:.3f}, a sample:\n{sample}")
 
     print("\nBits per byte of the held-out text (fewer are better)")
@@ -70,30 +69,40 @@ def command(
     print("  qkv show llama-3-8b       (a published model: its tensors and operations)")
 
 
-def _train(model: Transformer, texts: Texts, steps: int, seconds: float, seed: int) -> int:
+def _measured(lm: TextModel, texts: Texts, seed: int, console: Console) -> tuple[Score, str]:
+    """The held-out score, and a sample that begins with a few held-out words."""
+    from qkv.config.decoding import Sampling
+    from qkv.evaluate import disjoint_windows
+    from qkv.train.demo import CONTEXT
+
+    with console.status("measuring"):
+        score = disjoint_windows(lm.model, texts.held_out, CONTEXT)
+        prompt = texts.prompt()
+        done = lm.generate(prompt, _SAMPLE, decoding=Sampling(temperature=0.8, seed=seed))
+        return score, indented(prompt + done.text)
+
+
+def _train(trainer: Trainer, seconds: float) -> int:
     """Train with a progress bar; the number of steps made."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.console import Console
 
-    from qkv.train import Plan, random_windows, train
-    from qkv.train.demo import BATCH, CONTEXT, LEARNING_RATE, WARMUP
+    from qkv.cli.train import Meter, progress_bar
 
-    plan = Plan(steps, LEARNING_RATE, min(WARMUP, steps), seconds)
-    batches = random_windows(texts.training, BATCH, CONTEXT, seed)
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    loss, number = 0.0, 0
+    steps, meter = trainer.recipe.run.steps, Meter(None)
     print()
-    with Progress(*columns, TimeRemainingColumn()) as progress, interrupts() as asked:
+    with progress_bar(Console()) as progress, interrupts() as asked:
         task = progress.add_task("", total=steps)
-        for step in train(model, batches, plan):
-            number = step.number
-            loss = step.loss if number == 1 else 0.9 * loss + 0.1 * step.loss
-            speed = number * step.tokens / step.seconds
-            progress.update(
-                task, completed=number, total=step.steps, description=f"loss {loss:.3f}, {speed:,.0f} bytes/s"
-            )
-            if number % max(step.steps // 8, 1) == 0:
-                progress.console.print(f"  step {number:4}  loss {loss:.3f}  {step.seconds:4.0f} s", highlight=False)
+        for report in trainer.run():
+            meter.add(report)
+            progress.update(task, completed=report.step, description=meter.line())
+            if report.step % max(steps // 8, 1) == 0:
+                line = f"  step {report.step:4}  loss {meter.loss:.3f}  {report.seconds:4.0f} s"
+                progress.console.print(line, highlight=False)
             if asked:
                 progress.console.print("  interrupted: keeping what was learnt so far")
                 break
-    return number
+            if report.seconds >= seconds:
+                progress.console.print(f"  {seconds:.0f} s are over: keeping what was learnt so far")
+                break
+    trainer.model.eval()
+    return trainer.step

@@ -42,7 +42,7 @@ def command(
     """Train a model by a recipe.
 
     The run's folder gets the model, checkpoints, the log (log.jsonl, see `qkv plot`) and the whole recipe. Ctrl-C ends
-    the run after the current step; a second one at once.
+    the run after the current step with a checkpoint of it; a second one at once.
 
     MFU, shown for next-token training of one stack, is 6 * parameters * tokens/s over the rate of a matrix product that
     is measured at the start. The parameters are those of the matrices that every token is multiplied with, and the
@@ -112,7 +112,7 @@ def _run(recipe: Recipe, resume: bool) -> Result:
         trainer = Trainer.resume(recipe) if resume else Trainer.start(recipe)
         meter = Meter.of(trainer, recipe)
     first, last, interrupted = trainer.step, None, False
-    with _progress(console) as progress, interrupts() as asked:
+    with progress_bar(console) as progress, interrupts() as asked:
         task = progress.add_task("", total=recipe.run.steps, completed=trainer.step)
         for last in trainer.run():
             meter.add(last)
@@ -121,6 +121,8 @@ def _run(recipe: Recipe, resume: bool) -> Result:
             if interrupted:
                 break
     if interrupted:
+        with console.status("saving"):
+            trainer.save()
         trainer.journal.close()
         _tell_interrupted(recipe, trainer.step)
     if first == recipe.run.steps:
@@ -139,7 +141,8 @@ def _run(recipe: Recipe, resume: bool) -> Result:
     )
 
 
-def _progress(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
+    """That of a run."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))

@@ -2,8 +2,7 @@
 
     result = qkv.train("recipe.toml")        or a Recipe; see `qkv.config.recipe`
 
-`parts` makes what a run consists of, `trainer` is the loop, `checkpoints` what it leaves behind. `loop` is the small
-loop of `qkv demo`.
+`parts` makes what a run consists of, `trainer` is the loop, `checkpoints` what it leaves behind.
 """
 
 from __future__ import annotations
@@ -15,23 +14,9 @@ from pathlib import Path
 
 from qkv.callable import make_callable
 from qkv.config.recipe import Recipe
-from qkv.train.data import random_windows, split
-from qkv.train.loop import Plan, Step, train
-from qkv.train.optim import learning_rate, optimizer
 from qkv.train.trainer import Report, Trainer
 
-__all__ = [
-    "Plan",
-    "Report",
-    "Result",
-    "Step",
-    "Trainer",
-    "learning_rate",
-    "optimizer",
-    "random_windows",
-    "split",
-    "train",
-]
+__all__ = ["Report", "Result", "Trainer"]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import json
 import pickle
 import shutil
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,16 +45,21 @@ def folders(run: Path) -> list[Path]:
     return sorted(path.parent for path in (run / "checkpoints").glob(f"[0-9]*/{STATE}"))
 
 
-def write(run: Path, lm: TextModel, saved: Saved, keep: int) -> Path:
-    """Save a checkpoint, then delete all but the last `keep`, and what a kill left of an unfinished one."""
+def write(run: Path, lm: TextModel, saved: Saved) -> Path:
+    """Save a checkpoint."""
     target = run / "checkpoints" / f"{saved.step:08d}"
     with whole_folder(target) as new:
         lm.save(new / MODEL)
         _save(dict(saved.training), new / TRAINING)
         (new / STATE).write_text(json.dumps({"step": saved.step, "data": saved.data}), encoding="utf-8")
-    for old in [*folders(run)[:-keep], *target.parent.glob(".*")]:
-        shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def tidy(run: Path, keep: int, stays: Callable[[int], bool]) -> None:
+    """Delete all checkpoints but the last `keep` of the steps that stay, and what a kill left of unfinished ones."""
+    last = [folder for folder in folders(run) if stays(int(folder.name))][-keep:]
+    for old in {*folders(run), *(run / "checkpoints").glob(".*")}.difference(last):
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _save(content: dict[str, Any], path: Path) -> None:

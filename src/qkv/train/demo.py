@@ -8,7 +8,11 @@ same time, since fewer steps fit, and dropout of 0.1 costs 0.02.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -26,16 +30,19 @@ from qkv.config import (
     Rotary,
     Stack,
 )
+from qkv.config.recipe import DataSource, ModelSource, Recipe, Run
+from qkv.config.training import Cosine
 from qkv.errors import DataError
 from qkv.evaluate import NGram
 from qkv.text import ByteTokenizer
-from qkv.train.data import split
+from qkv.train.trainer import Trainer
 
 BATCH, CONTEXT = 4, 256
-LEARNING_RATE, WARMUP = 3e-3, 100
+PEAK, WARMUP = 3e-3, 100
 ORDER = 3
 """Of the n-gram model: it sees two bytes."""
 _HELD_OUT = 0.1
+_TRIAL = 12  # steps, by which a machine's pace is judged
 
 
 def demo_config() -> ModelConfig:
@@ -70,11 +77,41 @@ class Texts:
 
 
 def prepared(text: str, name: str) -> Texts:
-    """The bytes of `text`, split. Raises DataError if there are too few."""
-    tokens = torch.tensor(ByteTokenizer().encode(text))
+    """The bytes of `text`, split between two characters. Raises DataError if there are too few."""
+    content = text.encode()
     needed = round((CONTEXT + 1) / _HELD_OUT)
-    if len(tokens) < needed:
+    if len(content) < needed:
         raise DataError(
-            f"{name}: {len(tokens)} bytes of text, but training needs at least {needed}; give a longer text"
+            f"{name}: {len(content)} bytes of text, but training needs at least {needed}; give a longer text"
         )
-    return Texts(*split(tokens, _HELD_OUT))
+    edge = len(content) - round(len(content) * _HELD_OUT)
+    while content[edge] & 0xC0 == 0x80:  # inside a character
+        edge -= 1
+    training, held_out = (torch.tensor(list(part)) for part in (content[:edge], content[edge:]))
+    return Texts(training, held_out)
+
+
+def demo_recipe(texts: Texts, steps: int, seed: int, folder: Path) -> Recipe:
+    """The run, with its texts in `folder`."""
+    files = []
+    for name, tokens in (("train", texts.training), ("valid", texts.held_out)):
+        files.append(folder / f"{name}.txt")
+        files[-1].write_bytes(bytes(tokens.tolist()))
+    train, valid = map(str, files)
+    return Recipe(
+        model=ModelSource(config=demo_config(), seed=seed),
+        data=DataSource(train=(train,), valid=(valid,), context=CONTEXT),
+        schedule=Cosine(peak=PEAK, warmup=min(WARMUP, steps)),
+        run=Run(steps=steps, batch=BATCH, seed=seed, folder=str(folder / "run")),
+    )
+
+
+def steps_within(seconds: float, recipe: Recipe) -> int:
+    """How many of the recipe's steps this machine can make in so many seconds, by a short trial; one at least."""
+    with TemporaryDirectory() as folder:
+        trial = Trainer.start(recipe.override({"run.folder": folder}))
+        times = [time.monotonic() for _ in islice(trial.run(), min(_TRIAL, recipe.run.steps - 1))]
+    if len(times) < 3:
+        return recipe.run.steps
+    pace = (times[-1] - times[0]) / (len(times) - 1)  # without the first step: memory is taken and libraries start
+    return max(1, min(recipe.run.steps, int(seconds / pace)))

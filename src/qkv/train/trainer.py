@@ -112,10 +112,22 @@ class Trainer:
             report = self._step(began)
             # First the log: a kill in between leaves a line too many, which resuming takes back, not one too few.
             self.journal.write(report.entry())
-            if _due(run.save_every, self.step, run.steps):
+            if self._in_turn(self.step):
                 self._save()
+                checkpoints.tidy(Path(run.folder), run.keep, self._in_turn)
             yield report
         self._finish()
+
+    def save(self) -> None:
+        """Save a checkpoint of this step, unless it has one; it lasts until the next one in turn is there."""
+        if self.step and not any(int(folder.name) == self.step for folder in self._saved()):
+            self._save()
+
+    def _saved(self) -> list[Path]:
+        return checkpoints.folders(Path(self.recipe.run.folder))
+
+    def _in_turn(self, step: int) -> bool:
+        return _due(self.recipe.run.save_every, step, self.recipe.run.steps)
 
     def _step(self, began: float) -> Report:
         run = self.recipe.run
@@ -211,7 +223,7 @@ class Trainer:
         if self.ema is not None:
             training["ema"] = self.ema
         saved = checkpoints.Saved(self.step, self.stream.state(), training)
-        checkpoints.write(Path(self.recipe.run.folder), self.parts.lm, saved, self.recipe.run.keep)
+        checkpoints.write(Path(self.recipe.run.folder), self.parts.lm, saved)
 
     def _restore(self, folder: Path) -> None:
         saved = checkpoints.read(folder)
@@ -231,7 +243,7 @@ class Trainer:
         if self.ema is not None:
             self.model.load_state_dict(self.ema, strict=False)
         elif self.recipe.run.average_last:
-            last = checkpoints.folders(run)[-self.recipe.run.average_last :]
+            last = self._saved()[-self.recipe.run.average_last :]
             self.model.load_state_dict(checkpoints.average(checkpoints.weights(folder) for folder in last))
         self.model.eval()
         if self.recipe.lora is not None:

@@ -10,7 +10,6 @@ from qkv.train.data.records import Chat, Pair, Reading, Text
 from qkv.train.data.rows import Coverage
 from qkv.train.data.shards import Shards, in_memory, open_shards, tokenizer_hash, verify
 from qkv.train.data.stream import Contiguous, Stream, every_row
-from qkv.train.data.windows import random_windows, split
 
 __all__ = [
     "Chat",
@@ -26,8 +25,6 @@ __all__ = [
     "open_shards",
     "pairs_apart",
     "prepare",
-    "random_windows",
-    "split",
     "split_pairs",
     "tokenizer_hash",
     "training_texts",
