@@ -15,6 +15,8 @@ from qkv.errors import CheckpointError, ConfigError
 FILE = "log.jsonl"
 
 Sink = Callable[[int, Mapping[str, float]], None]
+Opener = Callable[[int], tuple[Sink, Callable[[], None]]]
+"""From the first step that will be written: what takes the figures of steps, and what ends it."""
 
 
 class Journal:
@@ -22,12 +24,12 @@ class Journal:
 
     def __init__(self, folder: Path, log: Log) -> None:
         self._path = folder / FILE
-        self._sinks: list[Sink] = []
-        self._closers: list[Callable[[], None]] = []
+        self._waiting: list[Opener] = []
         if log.tensorboard:
-            self._tensorboard(folder)
+            self._waiting.append(_tensorboard(folder))
         if log.wandb:
-            self._wandb(folder)
+            self._waiting.append(_wandb(folder))
+        self._open: list[tuple[Sink, Callable[[], None]]] = []
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append a step, without what is not finite (the norm of a step that fp16 leaves out): JSON has no infinity."""
@@ -40,7 +42,9 @@ class Journal:
                 f"{self._path}: cannot be written ({error.strerror}); free some space, then resume"
             ) from None
         figures = {name: value for name, value in known.items() if isinstance(value, int | float) and name != "step"}
-        for sink in self._sinks:
+        while self._waiting:
+            self._open.append(self._waiting.pop(0)(entry["step"]))
+        for sink, _ in self._open:
             sink(entry["step"], figures)
 
     def rewind(self, step: int) -> None:
@@ -52,31 +56,41 @@ class Journal:
 
     def close(self) -> None:
         """The run is over."""
-        for closer in self._closers:
-            closer()
+        for _, close in self._open:
+            close()
+        self._open = []
 
-    def _tensorboard(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError("log.tensorboard: needs the package tensorboard; pip install tensorboard") from None
-        writer = SummaryWriter(str(folder / "tensorboard"))
+
+def _tensorboard(folder: Path) -> Opener:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError("log.tensorboard: needs the package tensorboard; pip install tensorboard") from None
+
+    def opened(first: int) -> tuple[Sink, Callable[[], None]]:
+        # What an earlier part of the run wrote about these steps is not shown.
+        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
 
         def sink(step: int, figures: Mapping[str, float]) -> None:
             for name, value in figures.items():
                 writer.add_scalar(name, value, step)
 
-        self._sinks.append(sink)
-        self._closers.append(writer.close)
+        return sink, writer.close
 
-    def _wandb(self, folder: Path) -> None:
-        try:
-            wandb: Any = importlib.import_module("wandb")
-        except ImportError:
-            raise ConfigError("log.wandb: needs the package wandb; pip install wandb") from None
+    return opened
+
+
+def _wandb(folder: Path) -> Opener:
+    try:
+        wandb: Any = importlib.import_module("wandb")
+    except ImportError:
+        raise ConfigError("log.wandb: needs the package wandb; pip install wandb") from None
+
+    def opened(first: int) -> tuple[Sink, Callable[[], None]]:
         run = wandb.init(dir=str(folder), name=folder.name)
-        self._sinks.append(lambda step, figures: run.log(dict(figures), step=step))
-        self._closers.append(run.finish)
+        return lambda step, figures: run.log(dict(figures), step=step), run.finish
+
+    return opened
 
 
 def read(path: Path) -> list[tuple[str, dict[str, Any]]]:
