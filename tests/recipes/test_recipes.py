@@ -15,6 +15,7 @@ import pytest
 
 import qkv
 from cli.helpers import Result, run
+from docs.standin import put_smollm
 from qkv.config.recipe import Recipe
 from qkv.text import language_reference
 
@@ -29,6 +30,17 @@ def shakespeare(folder: Path) -> None:
 
 def wiki(folder: Path) -> None:
     (folder / "wiki.txt").write_text(language_reference()[:20_000])
+
+
+def smollm(folder: Path) -> None:
+    shakespeare(folder)
+    put_smollm(folder / "home")
+
+
+def chinese(folder: Path) -> None:
+    draw = random.Random(0)
+    lines = ["".join(draw.choices("山水日月風雲花鳥人天不有之在春秋長相思明", k=7)) for _ in range(1500)]
+    (folder / "chinese_classics.txt").write_text("，\n".join(lines))
 
 
 def letters(folder: Path) -> None:
@@ -47,9 +59,11 @@ def tatoeba(folder: Path) -> None:
 
 DATA: dict[str, Callable[[Path], None]] = {
     "bert-wiki": wiki,
+    "chinese-classics": chinese,
     "copy": letters,
     "shakespeare-gpt2": shakespeare,
     "shakespeare-llama": shakespeare,
+    "smollm2-lora": smollm,
     "t5-spans": wiki,
     "tatoeba-de-en": tatoeba,
 }
@@ -69,6 +83,7 @@ def small(
 ) -> Callable[[list[str]], Result]:
     """Runs a command of a head comment in an empty folder; training is made short, and models shallow."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QKV_HOME", str(tmp_path / "home"))
 
     def command(words: list[str]) -> Result:
         program, *rest = [word.replace("recipes/", f"{RECIPES}/") for word in words]
@@ -78,8 +93,8 @@ def small(
         assert program == "qkv"
         if rest[0] == "train":
             model = Recipe.read(rest[1]).model.architecture
-            assert model is not None
-            fewer = {f"model.overrides.{stack}.n_layers": 1 for stack in model.stacks}
+            stacks = {} if model is None else model.stacks
+            fewer = {f"model.overrides.{stack}.n_layers": 1 for stack in stacks}
             rest += [word for path, value in {**SMALL, **fewer}.items() for word in ("--set", f"{path}={value}")]
         if rest[0] in ("generate", "translate"):
             rest += ["--max-new-tokens", "3"]
