@@ -35,3 +35,7 @@ class GenerationError(QkvError):
 
 class TrainingError(QkvError):
     """A training run cannot go on: its loss is no longer a number."""
+
+
+class EngineError(QkvError):
+    """The native engine cannot be built, or cannot run this model."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from torch import Tensor
 import qkv
 from qkv.config.decoding import Greedy
 from qkv.config.recipe import Recipe
-from qkv.errors import CheckpointError, ConfigError, TrainingError
+from qkv.errors import CheckpointError, TrainingError
 from qkv.train import Report, Trainer, checkpoints
 from qkv.train.parts import parts_of
 
@@ -357,56 +355,6 @@ def test_evaluation_scores_each_target_once(tmp_path: Path) -> None:
         count += fresh
     assert count == len(tokens) - 1 != 16 * (len(tokens) // 16)
     assert trainer.valid_loss() == pytest.approx(total / count, rel=1e-6)
-
-
-# The log
-
-
-def test_the_log_has_a_line_for_each_step(tmp_path: Path) -> None:
-    made = runs.recipe(tmp_path, run__steps=5, run__eval_every=2)
-    reports = runs.finished(made)
-    lines = [json.loads(line) for line in (Path(made.run.folder) / "log.jsonl").read_text().splitlines()]
-    assert lines == [report.entry() for report in reports]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert [line["step"] for line in lines if "valid_loss" in line] == [2, 4, 5]
-    assert all(3 * 16 < line["tokens"] <= 4 * 16 for line in lines)
-    assert sorted(line["seconds"] for line in lines) == [line["seconds"] for line in lines]
-
-
-@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_a_package_that_is_not_there_is_one_line(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("wandb", "torch.utils.tensorboard", "tensorboard"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError) as caught:
-        Trainer.start(runs.recipe(tmp_path).override({f"log.{package}": True}))
-    assert str(caught.value) == f"log.{package}: needs the package {package}; pip install {package}"
-    assert Trainer.start(runs.recipe(tmp_path)).step == 0  # nothing has begun
-
-
-def test_tensorboard_shows_each_step_once_after_a_resumption_too(tmp_path: Path) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
-    made = runs.recipe(tmp_path, run__steps=5, run__save_every=2, run__eval_every=2, log__tensorboard=True)
-    trainer = Trainer.start(made)
-    for report in trainer.run():
-        if report.step == 3:  # after the checkpoint of step 2
-            break
-    trainer.journal.close()
-    list(Trainer.resume(made).run())
-    events = reader.EventAccumulator(str(Path(made.run.folder) / "tensorboard")).Reload()
-    assert set(events.Tags()["scalars"]) >= {"loss", "rate", "gradient_norm", "tokens", "valid_loss"}
-    logged = runs.log(made.run.folder)
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
-        (entry["step"], pytest.approx(entry["loss"])) for entry in logged
-    ]
-    assert [event.step for event in events.Scalars("valid_loss")] == [2, 4, 5]
-
-
-def test_weights_and_biases_gets_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="needs wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    made = runs.recipe(tmp_path, run__steps=2, log__wandb=True)
-    runs.finished(made)
-    assert list((Path(made.run.folder) / "wandb").glob("offline-run-*/*.wandb"))
 
 
 # A full disk

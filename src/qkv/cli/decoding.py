@@ -39,6 +39,22 @@ class Codec(StrEnum):
     INT4 = "int4"
 
 
+class Engine(StrEnum):
+    """What computes."""
+
+    TORCH = "torch"
+    NATIVE = "native"
+    AUTO = "auto"
+
+
+class Quantized(StrEnum):
+    """How the native engine keeps weights."""
+
+    BF16 = "bf16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 @dataclass(frozen=True)
 class Choosing:
     """How each token is chosen."""
@@ -116,6 +132,9 @@ class Running:
         str | None, typer.Option(metavar="KIND:FACTOR", help="Read longer texts than in training: yarn:4.")
     ] = None
     cache: Annotated[Codec, typer.Option(help="How the cache stores keys and values.")] = Codec.RAW
+    engine: Annotated[Engine, typer.Option(help="What computes: torch, or the native CPU engine.")] = Engine.TORCH
+    quantize: Annotated[Quantized | None, typer.Option(help="Keep weights in fewer bits, in the native engine.")] = None
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the native engine; by default all cores.")] = None
     fast: Annotated[bool, typer.Option("--fast", help="Faster; last digits may depend on what runs beside.")] = False
 
     def load(self, model: str, prefix_bytes: int = 0) -> TextModel:
@@ -124,7 +143,14 @@ class Running:
         from qkv.model import load
 
         deterministic = False if self.fast else None
-        runtime = Runtime(deterministic, self.cache.value, prefix_bytes=prefix_bytes)
+        runtime = Runtime(
+            deterministic,
+            self.cache.value,
+            prefix_bytes=prefix_bytes,
+            engine=self.engine.value if self.quantize is None else "native",
+            quantize=None if self.quantize is None else self.quantize.value,
+            threads=self.threads,
+        )
         return load(model, rope=self.rope, runtime=runtime)
 
 

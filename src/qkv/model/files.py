@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -31,13 +33,17 @@ def load(
     device: torch.device | str | None = None,
     rope: str | None = None,
     runtime: Runtime | None = None,
+    quantize: Literal["bf16", "int8", "int4"] | None = None,
 ) -> TextModel:
     """A saved model of any format that `qkv.checkpoint.source` names, in evaluation mode.
 
     Weights are mapped from disk, and read when they are first used. They keep the file's type unless `dtype` says
     another: on a CPU a bfloat16 file runs several times faster as float32. `rope` stretches rotary positions
-    (`qkv.config.stretch`: "yarn:4"), and `runtime` says how the model generates.
+    (`qkv.config.stretch`: "yarn:4"), and `runtime` says how the model generates. With `quantize` it generates in the
+    native engine, with weights in that format.
     """
+    if quantize is not None:
+        runtime = replace(runtime or Runtime(), engine="native", quantize=quantize)
     path = _located(path)
     source = read_source(path)
     config = source.config if rope is None else stretched(source.config, rope)

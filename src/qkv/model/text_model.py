@@ -10,6 +10,7 @@ An encoder-decoder reads the prompt, and writes from its start token.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 
 from qkv.config import ModelConfig
 from qkv.config.decoding import Beam, Decoding, Greedy, Sampling
+from qkv.engine import why_not
 from qkv.errors import GenerationError
 from qkv.generate import (
     Event,
@@ -38,6 +40,7 @@ from qkv.generate import (
     stop_strings,
 )
 from qkv.generate.constrain import Factory
+from qkv.generate.runners.native import NativeRunner
 from qkv.generate.runners.torch import Runtime, TorchRunner
 from qkv.generate.speculative import DraftModel, Lookup, Speculation
 from qkv.model.saving import Origin, save_as
@@ -79,7 +82,7 @@ class TextModel:
     @runtime.setter
     def runtime(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._runner: TorchRunner | None = None
+        self._runner: TorchRunner | NativeRunner | None = None
         self._prefixes: PrefixCache | None = None
 
     @overload
@@ -227,12 +230,30 @@ class TextModel:
         )
 
     @property
-    def runner(self) -> TorchRunner:
+    def runner(self) -> TorchRunner | NativeRunner:
         """The model as generation runs it."""
         if self._runner is None:
             spelled = self.config.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
-            self._runner = TorchRunner(self.model, spelled, self.runtime)
+            native = self._is_native()
+            self._runner = self._native(spelled) if native else TorchRunner(self.model, spelled, self.runtime)
         return self._runner
+
+    def _is_native(self) -> bool:
+        """Whether the native engine runs it; why not is said once, where the choice was left open."""
+        if self.runtime.engine != "auto":
+            return self.runtime.engine == "native"
+        reason = why_not(self.config)
+        if reason is not None:
+            warnings.warn(f"engine: torch runs this model, since of the native one it holds: {reason}", stacklevel=3)
+        return reason is None
+
+    def _native(self, spelled: int) -> NativeRunner:
+        runtime = self.runtime
+        if runtime.codec != "raw" or runtime.layout != "auto":
+            raise GenerationError("engine: the native one keeps caches raw and not paged; leave out codec and layout")
+        weights = {name: tensor.float().cpu().numpy() for name, tensor in self.model.state_dict().items()}
+        form, threads = runtime.quantize or "fp32", runtime.threads
+        return NativeRunner.of(self.config, weights, spelled, form, threads=threads, chunk=runtime.chunk)
 
     def _events(
         self,

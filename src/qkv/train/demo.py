@@ -99,7 +99,7 @@ def demo_recipe(texts: Texts, steps: int, seed: int, folder: Path) -> Recipe:
         files[-1].write_bytes(bytes(tokens.tolist()))
     train, valid = map(str, files)
     return Recipe(
-        model=ModelSource(config=demo_config(), seed=seed),
+        model=ModelSource(config=demo_config(), seed=seed, overrides={}),
         data=DataSource(train=(train,), valid=(valid,), context=CONTEXT),
         schedule=Cosine(peak=PEAK, warmup=min(WARMUP, steps)),
         run=Run(steps=steps, batch=BATCH, seed=seed, folder=str(folder / "run")),

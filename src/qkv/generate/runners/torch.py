@@ -38,6 +38,12 @@ class Runtime:
     """How many tokens of a prompt are read at once."""
     prefix_bytes: int = 0
     """How many bytes of earlier texts' caches are kept, so that a prompt that begins like one of them reads less."""
+    engine: Literal["torch", "native", "auto"] = "torch"
+    """What computes: torch, the native CPU engine, or that one where it can run the model and torch elsewhere."""
+    quantize: Literal["bf16", "int8", "int4"] | None = None
+    """In which format the native engine keeps the matrices; None: float32."""
+    threads: int | None = None
+    """Of the native engine; by default as many as the process may use."""
 
 
 class TorchRunner:
@@ -45,6 +51,8 @@ class TorchRunner:
 
     def __init__(self, model: Transformer, vocab_size: int, runtime: Runtime | None = None) -> None:
         config, self.runtime = model.config, runtime or Runtime()
+        if self.runtime.quantize is not None:
+            raise GenerationError("quantize: torch runs the weights as they are; choose the native engine")
         if config.decoder is None or config.head.reads != "past":
             raise GenerationError("generate: needs a decoder with a language-model head, and this model has none")
         reason = why_not(config)

@@ -1,0 +1,3 @@
+#define QKV_ISA avx512
+#define QKV_NAME "avx512"
+#include "kernels.inc"

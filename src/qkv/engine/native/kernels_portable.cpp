@@ -1,0 +1,3 @@
+#define QKV_ISA portable
+#define QKV_NAME "portable"
+#include "kernels.inc"
