@@ -15,6 +15,7 @@ from qkv.cli import (
     bench,
     chat,
     demo,
+    eval,
     generate,
     models,
     plot,
@@ -26,6 +27,7 @@ from qkv.cli import (
     translate,
     verify,
 )
+from qkv.cli.ranks import complain
 from qkv.errors import QkvError
 
 app = typer.Typer(
@@ -46,6 +48,7 @@ app.command("chat")(chat.command)
 app.command("translate")(translate.command)
 app.command("verify")(verify.command)
 app.command("train")(train.command)
+app.command("eval")(eval.command)
 app.command("plot")(plot.command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(tokenizer.app, name="tokenizer")
@@ -64,9 +67,9 @@ def main() -> None:
     try:
         app(prog_name="qkv")
     except QkvError as error:
-        print(f"qkv: {error}", file=sys.stderr)
+        complain(str(error))
         sys.exit(2)
     except OSError as error:  # a full disk, a folder that may not be written
         where = f"{error.filename}: " if error.filename else ""
-        print(f"qkv: {where}{error.strerror or error}", file=sys.stderr)
+        complain(f"{where}{error.strerror or error}")
         sys.exit(2)

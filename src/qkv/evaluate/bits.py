@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qkv.errors import DataError
+from qkv.evaluate.scoring import Window, scored
 from qkv.nn import Transformer
-
-_BATCH = 16  # windows per forward
 
 
 @dataclass(frozen=True)
@@ -40,21 +36,20 @@ class Score:
         """Nats per predicted token: the cross-entropy."""
         return self.nats / self.tokens
 
+    @property
+    def perplexity(self) -> float:
+        """exp(loss): among how many equally likely tokens the model would be as unsure."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
-@torch.inference_mode()
+
 def disjoint_windows(model: Transformer, tokens: Tensor, context: int) -> Score:
     """The cost of `tokens` (N,) by the protocol above."""
     if len(tokens) < 2:
         raise DataError(f"tokens: a text of {len(tokens)} tokens predicts nothing; give at least 2")
-    was_training = model.training
-    model.eval()
-    last, nats = len(tokens) - 1, 0.0
-    whole = last // context * context
-    edges = [*range(0, whole, _BATCH * context), whole, last]
-    for start, stop in pairwise(edges):
-        if start < stop:
-            x, y = (tokens[start + shift : stop + shift].view(-1, min(context, stop - start)) for shift in (0, 1))
-            logits = model(x).logits
-            nats += F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="sum").item()
-    model.train(was_training)
-    return Score(nats, last)
+    text = tokens.tolist()
+    edges = range(0, len(text) - 1, context)
+    windows = (Window(text[at : at + context][: len(text) - 1 - at], text[at + 1 : at + 1 + context]) for at in edges)
+    return Score(-sum(found.logprob for found in scored(model, windows)), len(text) - 1)
