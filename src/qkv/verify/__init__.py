@@ -21,6 +21,7 @@ from qkv.nn import Transformer
 from qkv.verify.cached import caches
 from qkv.verify.certificate import Certificate, Row
 from qkv.verify.generated import generation
+from qkv.verify.native import native_engine
 from qkv.verify.paths import backends, batching, compiled, oracle, precision, saving
 from qkv.verify.peer import peer
 from qkv.verify.rounded import rounded_weights
@@ -35,6 +36,7 @@ PATHS: tuple[Callable[[Subject], Iterator[Row]], ...] = (
     batching,
     caches,
     generation,
+    native_engine,
     compiled,
     saving,
 )
