@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 
@@ -59,3 +60,11 @@ def test_nothing_stays_nothing(form: Format) -> None:
 def test_what_was_packed_is_packed_alike_again(form: Format) -> None:
     once = unpack(pack(random((7, 64), 2), form), 7, 64, form)
     assert np.allclose(unpack(pack(once, form), 7, 64, form), once, atol=2e-3)
+
+
+@pytest.mark.parametrize(("kind", "form"), [("Q8_0", "int8"), ("Q4_1", "int4")])
+def test_blocks_of_gguf_are_executed_as_they_are_shipped(kind: str, form: Format) -> None:
+    """Dequantised and packed again, they give the same scales and codes: each block uses its whole range."""
+    made = gguf.quantize(random((48, 256), 3), gguf.GGMLQuantizationType[kind])
+    weight = gguf.dequantize(made, gguf.GGMLQuantizationType[kind]).astype(np.float32)
+    assert np.array_equal(unpack(pack(weight, form), 48, 256, form), weight)
