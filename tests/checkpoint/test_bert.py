@@ -23,6 +23,7 @@ from qkv.checkpoint.safetensors import File, write
 from qkv.config import ModelConfig
 from qkv.errors import CheckpointError
 from qkv.nn import Transformer
+from qkv.train.loss import pair_head
 
 SMALL = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -90,9 +91,22 @@ def bert(
     return Peer(lambda: getattr(t, name)(t.BertConfig(**{**SMALL, **changes})), run, ours, old)
 
 
+def peer_heads(model: nn.Module, tokens: Tensor, valid: Tensor) -> Tensor:
+    out = peer_call(model, tokens, valid)
+    return outputs(tokens, valid, out.prediction_logits, out.seq_relationship_logits)
+
+
+def our_heads(model: Transformer, tokens: Tensor, valid: Tensor) -> Tensor:
+    out, second = model(tokens, valid=valid, segments=segments(tokens)), pair_head(model)
+    assert second is not None
+    assert out.logits is not None
+    return outputs(tokens, valid, out.logits, second(out.hidden, model.embed.tokens, valid)[0])
+
+
 def pretraining() -> Peer:
-    """A file with both heads: a masked LM. The peer is one, since it is our reading that gives up the second head."""
-    return bert("BertForMaskedLM", legacy={"architectures": ["BertForPreTraining"]})
+    """A file with both heads."""
+    both = bert("BertForPreTraining", legacy={})
+    return Peer(both.make, peer_heads, our_heads, both.legacy)
 
 
 PEERS = {

@@ -78,9 +78,10 @@ FITTING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prefix": (decoder_only(block_of(multi_head("prefix"))), {}),
     "seq2seq": (encoder_decoder(), {"format": "parallel"}),
     "answers": (GPT, {"format": "chat"}),
-    "classify": (classifier("classifier", n_classes=3), {"format": "jsonl"}),
-    "tag": (classifier("token-classifier", n_classes=3), {"format": "jsonl"}),
-    "span": (classifier("span"), {"format": "jsonl"}),
+    "classify": (classifier("classifier", n_classes=3), {"format": "labelled"}),
+    "tag": (classifier("token-classifier", n_classes=3), {"format": "tagged"}),
+    "span": (classifier("span"), {"format": "questions"}),
+    "dpo": (GPT, {"format": "preferences"}),
 }
 
 
@@ -203,7 +204,8 @@ def test_the_figures_of_the_papers() -> None:
         ("run.clip=-1", "run.clip: must be >= 0.0, got -1"),
         ("run.ema=1.0", "run.ema: must be < 1.0, got 1.0"),
         ("data.train=[]", "data.train: needs at least one file"),
-        ("data.format=csv", "data.format: unknown value 'csv'; choose one of chat, jsonl, parallel, text"),
+        ("data.format=csv", "data.format: unknown value 'csv'; choose one of chat, jsonl, labelled, "
+         "parallel, preferences, questions, tagged, text"),
         ("data.format=parallel", "data.format: objective 'next-token' needs 'text' or 'jsonl' or 'chat', "
          "got 'parallel'"),
         (
@@ -239,7 +241,7 @@ def test_documents_are_parted_once() -> None:
     assert BASE.override({"data.separator": "", "data.documents": True}).data.separator == ""
     with pytest.raises(ConfigError, match=r"data\.separator: records of 'jsonl' data are parted already: leave it out"):
         BASE.override({"data.separator": "", "data.format": "jsonl"})
-    with pytest.raises(ConfigError, match=r"data\.documents: rows of 'parallel' data hold one pair each"):
+    with pytest.raises(ConfigError, match=r"data\.documents: rows of 'parallel' data hold one example each"):
         recipe(encoder_decoder(), {"kind": "seq2seq"}, format="parallel", documents=True)
 
 
@@ -269,11 +271,14 @@ def test_problems_of_all_parts_come_together() -> None:
 @pytest.mark.parametrize(
     ("model", "objective", "data", "message"),
     [
-        (GPT, "masked", {}, "model.head: objective 'masked' is answered by 'masked-lm', not 'lm'"),
-        (BERT, "next-token", {}, "model.head: objective 'next-token' is answered by 'lm' or 'adaptive', "
+        (GPT, "masked", {}, "model.overrides.head: objective 'masked' is answered by 'masked-lm', not 'lm'"),
+        (BERT, "next-token", {}, "model.overrides.head: objective 'next-token' is answered by 'lm' or 'adaptive', "
          "not 'masked-lm'"),
-        (GPT, "tag", {"format": "jsonl"}, "model.head: objective 'tag' is answered by 'token-classifier', not 'lm'"),
-        (GPT, "seq2seq", {"format": "parallel"}, "model: objective 'seq2seq' needs an encoder and a decoder, "
+        (GPT, "tag", {"format": "tagged"}, "model.overrides.head: objective 'tag' is answered by 'token-classifier', "
+         "not 'lm'"),
+        (GPT, "tag", {"format": "tagged", "documents": True}, "data.documents: rows of 'tagged' data hold one example "
+         "each: leave it out"),
+        (GPT, "span-corruption", {}, "model: objective 'span-corruption' needs an encoder and a decoder, "
          "but this model has only a decoder"),
         (encoder_decoder(), "next-token", {}, "model: objective 'next-token' has one text, but this model's encoder "
          "waits for another"),
@@ -290,22 +295,27 @@ def test_what_a_model_cannot_be_taught(
 
 
 def test_next_sentence_needs_two_segments() -> None:
-    objective = Masked(next_sentence=True)
-    assert list(objective.misfits(ModelConfig.from_dict(PAIR))) == []
-    ((path, what),) = objective.misfits(ModelConfig.from_dict(BERT))
+    objective, head = Masked(next_sentence=True), {"head.next_sentence": True}
+    assert list(objective.misfits(ModelConfig.from_dict(PAIR).override(head))) == []
+    ((path, what),) = objective.misfits(ModelConfig.from_dict(BERT).override(head))
     assert (path, what[:34]) == ("embedding.n_segments", "next_sentence tells two segments a")
+    ((path, what),) = objective.misfits(ModelConfig.from_dict(PAIR))
+    assert (path, what[:38]) == ("head.next_sentence", "decides which sentence is next: set it")
 
 
-@pytest.mark.parametrize(
-    ("objective", "message"),
-    [
-        ({"kind": "masked", "next_sentence": True}, "objective.next_sentence: pairs are not trained"),
-        ({"kind": "next-token", "memory": 8}, "objective.memory: training with a memory"),
-    ],
-)
-def test_what_is_not_carried_out_is_refused(objective: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        recipe(PAIR if objective["kind"] == "masked" else GPT, objective)
+def test_a_decoder_reads_source_and_target_in_a_row() -> None:
+    made = recipe(GPT, {"kind": "seq2seq"}, format="parallel", context=16)
+    model = made.model.architecture
+    assert model is not None
+    most = model.max_seq_len // 2
+    learned = made.override({"model.config.embedding.positions": {"kind": "learned"}, "data.context": most})
+    with pytest.raises(ConfigError, match=rf"data\.context: must be at most {most}, .* for source and target each"):
+        learned.override({"data.context": most + 1})
+
+
+def test_the_mean_of_checkpoints_and_the_moving_average_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=re.escape("run.average_last: the final model is either this mean or")):
+        BASE.override({"run.average_last": 1, "run.ema": 0.99})
 
 
 def test_adapters_learn_in_place_of_the_model() -> None:

@@ -238,5 +238,5 @@ def _row(table: str, name: str, words: list[str]) -> Row:
 
 def _node(word: str) -> tuple[str, str]:
     place, function = word.split("::")
-    folder, file = place.split("/") if "/" in place else ("facts", place)
+    folder, _, file = place.rpartition("/") if "/" in place else ("facts", "", place)
     return f"{folder}/test_{file}.py", function

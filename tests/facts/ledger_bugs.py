@@ -51,9 +51,11 @@ BUGS: dict[str, str] = {
     "B33": """
         bugs::test_b33_a_window_longer_than_the_row_stays_causal
         bugs::test_b33_the_mask_of_a_window_longer_than_the_row_is_causal""",
-    "B35": "training",
-    "B36": "training",
-    "B37": "bugs::test_b37_two_blocks_of_keys_merged_by_their_denominators_are_one training",
+    "B35": "train/parallel/ring::test_b35_five_packed_documents_in_a_ring_of_two",
+    "B36": "train/parallel/ring::test_b36_2999_tokens_in_a_ring_of_four",
+    "B37": """
+        bugs::test_b37_two_blocks_of_keys_merged_by_their_denominators_are_one
+        train/parallel/ring::test_b37_causal_across_the_blocks_of_two""",
     "B39": "bugs::test_b39_keys_are_repeated_over_heads_and_not_over_time",
     "B40": "bugs::test_b40_28_heads_over_4_map_7_to_1_and_7_over_2_are_refused",
     "B41": """

@@ -157,7 +157,7 @@ def test_windows_agree_around_their_own_length(length: int, backend: str) -> Non
         assert (windowed[:, 8:] - causal[:, 8:]).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("flash", "flex")])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("flash", "flex", "tiles")])
 def test_a_query_that_sees_nothing_gives_zero_and_zero_gradient(backend: str) -> None:
     """B29: the first two tokens are padding, so their rows are dead: no NaN forward or backward."""
     pattern = c.SlidingWindow(window=4)

@@ -132,6 +132,20 @@ def test_a_recipe_survives_being_written(name: str) -> None:
     assert recipe.run.folder == f"runs/{name}"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_learned_vocabulary_is_as_large_as_the_models(name: str) -> None:
+    recipe = Recipe.read(RECIPES / f"{name}.toml")
+    if recipe.entries is not None:
+        assert recipe.model.architecture is not None
+        assert recipe.model.architecture.vocab_size == recipe.entries
+
+
+def test_what_the_readme_asks_for_besides_is_a_recipe() -> None:
+    (part,) = re.findall(r"```toml\n(.*?)```", (RECIPES / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    rest = '[schedule]\nkind = "constant"\npeak = 1e-4\n[run]\nsteps = 1\nbatch = 1\nfolder = "runs/a"\n'
+    assert Recipe.from_toml(part + rest).objective.kind == "classify"
+
+
 def test_the_two_on_shakespeare_have_one_budget() -> None:
     one, other = (Recipe.read(RECIPES / f"shakespeare-{style}.toml") for style in ("gpt2", "llama"))
     for part in ("data", "objective", "optimizer", "schedule"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,8 @@ from qkv.cli.tokenizer import train
 from qkv.errors import CheckpointError, DataError
 from qkv.text import language_reference, tokenizer_from
 from qkv.text.folder import read_folder
-from qkv.text.training import END, train_bpe
+from qkv.text.training import END, train_bpe, train_bpe_for
+from qkv.train.vocabulary import Vocabulary
 
 ENGLISH = language_reference()[:60_000]
 CHINESE = "道可道，非常道。名可名，非常名。无名天地之始；有名万物之母。" * 20
@@ -69,3 +71,34 @@ def test_the_command_takes_an_empty_folder(tmp_path: Path, capsys: pytest.Captur
     train(tmp_path / "text.txt", tmp_path / "out", 258)
     assert "258 tokens" in capsys.readouterr().out
     assert read_folder(tmp_path / "out").vocab_size == 258
+
+
+# With the control tokens of a kind of model
+
+
+def test_frames_are_those_of_bert() -> None:
+    tokenizer = train_bpe_for("frames", [ENGLISH], 300)
+    roles, ids = tokenizer.specials, tokenizer.specials.controls
+    assert (roles.cls, roles.sep, roles.mask, roles.pad) == tuple(
+        ids[f"[{name}]"] for name in ("CLS", "SEP", "MASK", "PAD")
+    )
+    assert (roles.eos, roles.ends) == (None, frozenset())
+    assert tokenizer.around == ([roles.cls], [roles.sep])
+    assert tokenizer.vocab_size == 300
+
+
+@pytest.mark.parametrize("purpose", ["pairs", "spans"])
+def test_pairs_end_and_begin_as_t5_has_it(purpose: Literal["pairs", "spans"]) -> None:
+    tokenizer = train_bpe_for(purpose, [ENGLISH], 400)
+    roles, ids = tokenizer.specials, tokenizer.specials.controls
+    assert (roles.eos, roles.pad, roles.starts) == (ids["</s>"], ids["<pad>"], (ids["<pad>"],))
+    assert roles.ends == {roles.eos}
+    assert tokenizer.around == ([], [roles.eos])
+    assert len(Vocabulary.of(tokenizer).sentinels) == (100 if purpose == "spans" else 0)
+    again = tokenizer_from(tokenizer.to_dict())
+    assert again.to_dict() == tokenizer.to_dict()
+
+
+def test_a_vocabulary_without_room_for_the_sentinels_is_refused() -> None:
+    with pytest.raises(DataError, match=r"vocab_size is 300; the bytes and control tokens alone take 358"):
+        train_bpe_for("spans", [ENGLISH], 300)

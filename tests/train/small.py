@@ -37,7 +37,8 @@ from qkv.config.ffn import FeedForward
 from qkv.nn import Transformer
 from qkv.text.pieces import Specials
 from qkv.train.batch import Batch, Example
-from qkv.train.objectives import Maker, make
+from qkv.train.maker import Maker
+from qkv.train.objectives import make
 from qkv.train.vocabulary import Frame, Vocabulary
 
 SIZE = 64

@@ -49,6 +49,7 @@ TASKS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "masked": (runs.tiny("bert-base-uncased", 300, head=HEAD), text, {"kind": "masked", "whole_word": True}),
     "span-corruption": (runs.tiny("t5-small", 300), text, {"kind": "span-corruption"}),
     "seq2seq": (runs.tiny("transformer-base", 300), parallel, {"kind": "seq2seq"}),
+    "seq2seq, a decoder alone": (runs.tiny("gpt2", 300), parallel, {"kind": "seq2seq"}),
     "answers": (runs.tiny("gpt2", 300), chats, {"kind": "answers"}),
     "next-token, chats": (runs.tiny("gpt2", 300), chats, {"kind": "next-token"}),
     "prefix": (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qkv.cli.models import AsJson
+from qkv.cli.ranks import own_rank, silence
 from qkv.cli.stream import INTERRUPTED, indented, interrupts, notes, tell
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model by a recipe.
+    """Train a model by a recipe; on several devices: torchrun --nproc-per-node 8 -m qkv train RECIPE.toml.
 
     The run's folder gets the model, checkpoints, the log (log.jsonl, see `qkv plot`) and the whole recipe. Ctrl-C ends
     the run after the current step with a checkpoint of it; a second one at once.
@@ -54,13 +55,16 @@ def command(
     if show_schedule:
         _print_schedule(whole, as_json)
         return
-    with notes():
+    first = own_rank() == 0
+    with notes() if first else silence():
         try:
             result = _run(whole, resume)
         except KeyboardInterrupt:  # while the data is prepared, or the second one
-            _tell_interrupted(whole, None)
+            if first:
+                _tell_interrupted(whole, None)
             sys.exit(INTERRUPTED)
-    print(json.dumps(asdict(result)) if as_json else result.text())
+    if first:
+        print(json.dumps(asdict(result)) if as_json else result.text())
     if result.interrupted:
         sys.exit(INTERRUPTED)
 
@@ -107,7 +111,7 @@ def _run(recipe: Recipe, resume: bool) -> Result:
 
     from qkv.train import Trainer
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=own_rank() > 0)
     with console.status("preparing model and data"):
         trainer = Trainer.resume(recipe) if resume else Trainer.start(recipe)
         meter = Meter.of(trainer, recipe)
@@ -117,19 +121,21 @@ def _run(recipe: Recipe, resume: bool) -> Result:
         for last in trainer.run():
             meter.add(last)
             _show(progress, task, meter, last)
-            interrupted = bool(asked) and last.step < recipe.run.steps
+            interrupted = trainer.strategy.any(bool(asked)) and last.step < recipe.run.steps
             if interrupted:
                 break
     if interrupted:
         with console.status("saving"):
             trainer.save()
         trainer.journal.close()
-        _tell_interrupted(recipe, trainer.step)
-    if first == recipe.run.steps:
+        if trainer.strategy.main:
+            _tell_interrupted(recipe, trainer.step)
+    if first == recipe.run.steps and trainer.strategy.main:
         tell(f"qkv: the run in {recipe.run.folder} was complete already; raise run.steps to go on")
     valid = None if interrupted or last is None else last.valid_loss
     if not interrupted and (last is None or recipe.run.ema is not None or recipe.run.average_last):
         valid = trainer.valid_loss()  # of the averaged weights, which the last step did not have yet
+    trainer.strategy.close()
     return Result(
         recipe.run.folder,
         trainer.step,
@@ -190,10 +196,11 @@ class Meter:
     multiplied: int | None
     """Parameters that each token is multiplied with; None where MFU cannot be said."""
     peak: float = math.nan
-    """Operations a second of a matrix product; not measured where MFU cannot be said."""
+    """Operations a second of matrix products, one on each process; not measured where MFU cannot be said."""
     loss: float = math.nan
     """Smoothed."""
     valid_loss: float | None = None
+    valid_accuracy: float | None = None
     rate: float | None = None
     """Targets a second, smoothed; evaluations are left out."""
     _tokens: int = 0
@@ -204,7 +211,9 @@ class Meter:
     def of(cls, trainer: Trainer, recipe: Recipe) -> Meter:
         """That of a run; the peak is measured now."""
         multiplied = _multiplied(trainer, recipe)
-        return cls(None) if multiplied is None else cls(multiplied, _peak(trainer.model, recipe.run.precision))
+        if multiplied is None:
+            return cls(None)
+        return cls(multiplied, _peak(trainer.model, recipe.run.precision) * trainer.strategy.processes)
 
     def add(self, report: Report) -> None:
         """Take a step into account."""
@@ -212,7 +221,7 @@ class Meter:
         seconds, self._before = now - self._before, now
         self.loss = _smoothed(None if math.isnan(self.loss) else self.loss, report.loss)
         if report.valid_loss is not None:
-            self.valid_loss = report.valid_loss
+            self.valid_loss, self.valid_accuracy = report.valid_loss, report.valid_accuracy
         if report.valid_loss is None and report.sample is None:  # these take a time of their own
             self.rate = _smoothed(self.rate, report.tokens / seconds)
             self._tokens += report.tokens
@@ -234,7 +243,8 @@ class Meter:
         """The figures."""
         said = [f"loss {self.loss:.3f}"]
         if self.valid_loss is not None:
-            said.append(f"held-out {self.valid_loss:.3f}")
+            right = "" if self.valid_accuracy is None else f" ({self.valid_accuracy:.1%} right)"
+            said.append(f"held-out {self.valid_loss:.3f}{right}")
         if self.rate is not None:
             said.append(f"{self.rate:,.0f} tokens/s")
         if self.mfu is not None:

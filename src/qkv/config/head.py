@@ -54,12 +54,17 @@ class LanguageModel(Head):
 
 
 class MaskedLanguageModel(Head):
-    """BERT's: logits = norm(activation(transform(hidden))) @ table^T + bias (Devlin 2018)."""
+    """BERT's: logits = norm(activation(transform(hidden))) @ table^T + bias (Devlin 2018).
+
+    Pre-training has a second head beside it, which decides whether the row's second segment follows its first.
+    """
 
     kind: Literal["masked-lm"] = "masked-lm"
     tied: bool = True
     activation: Activation = "gelu"
     norm: Norm = LayerNorm(eps=1e-12)
+    next_sentence: bool = False
+    """Whether it has the tensors of `next-sentence`, too, below that name; they are read where pairs are trained."""
     reads = "both sides"
 
     def parameters(self, vocab_size: int, d_model: int) -> Table:
@@ -67,6 +72,8 @@ class MaskedLanguageModel(Head):
         table |= under("norm", self.norm.parameters(d_model))
         if not self.tied:
             table["weight"] = Parameter((vocab_size, d_model), "head")
+        if self.next_sentence:
+            table |= under("next_sentence", NextSentence().parameters(vocab_size, d_model))
         return table | {"bias": Parameter((vocab_size,), "zeros")}
 
 

@@ -68,6 +68,14 @@ class Pattern(Variant):
         """A bound on how far queries look; the default says nothing."""
         return Reach(None, None)
 
+    @property
+    def tile(self) -> int | None:
+        """The side of square tiles of positions, from 0 on, if the predicate has one value on every tile.
+
+        It may read nothing else then but the length.
+        """
+        return None
+
     def covers(self, length: int) -> Cover:
         """What the pattern amounts to on positions 0 to length - 1: a proof that no mask is needed, or `partial`."""
         return "partial"
@@ -207,6 +215,10 @@ class BigBird(Pattern):
     random_blocks: NonNegative = 3
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     reads = ("position", "length")
+
+    @property
+    def tile(self) -> int:
+        return self.block
 
     @property
     def dense_below(self) -> int:

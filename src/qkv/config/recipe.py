@@ -26,9 +26,10 @@ from pydantic import BeforeValidator, Field
 
 from qkv.config.base import Config, NonNegative, Positive, PositiveFloat, Probability, Problem, Tuple
 from qkv.config.model import ModelConfig
+from qkv.config.parallel import Parallel
 from qkv.config.position import Learned
 from qkv.config.presets import preset
-from qkv.config.training import AdamW, Format, Masked, NextToken, Objective, Optimizer, Schedule
+from qkv.config.training import AdamW, Format, Lion, Masked, NextToken, Objective, Optimizer, Schedule, Seq2Seq
 from qkv.errors import ConfigError
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -62,7 +63,8 @@ class ModelSource(Config):
     checkpoint: str | None = None
     """A folder, a file or a name that `qkv.load` takes; training goes on from its weights."""
     overrides: Annotated[dict[str, Any], BeforeValidator(_dotted), Field(default_factory=dict)]
-    """What of the architecture is changed: dotted paths and their values, as in `ModelConfig.override`."""
+    """What of the architecture is changed: dotted paths and their values, as in `ModelConfig.override`. Of a checkpoint
+    only the head can be, to finetune for another task: `head = { kind = "classifier", n_classes = 2 }`."""
     seed: Seed = 0
     """Of the random weights."""
 
@@ -79,6 +81,9 @@ class ModelSource(Config):
             return
         if written is not None:
             yield from _override_problems(written, self.overrides)
+        elif others := [path for path in self.overrides if path.partition(".")[0] != "head"]:
+            what = "a checkpoint has the architecture that it was trained with, but for its head: leave it out"
+            yield f"overrides.{others[0]}", what
 
     @property
     def architecture(self) -> ModelConfig | None:
@@ -109,7 +114,9 @@ class DataSource(Config):
     valid: Tuple[str] = ()
     """Sources to be tested on; without them a part of the training texts is held out."""
     format: Format = "text"
-    """`text`: plain text; `jsonl`: an object per line; `parallel`: pairs of texts; `chat`: a conversation per line."""
+    """`text`: plain text; `jsonl`: an object per line; `parallel`: pairs of texts; `chat`: a conversation per line;
+    `labelled`, `tagged`, `questions`, `preferences`: an object per line with a class, with classes of words, with a
+    question and the place of its answer, or with two answers to a prompt (`qkv.train.data.labels`)."""
     field: str = "text"
     """Of `jsonl`: the field that holds the text. Of `parallel`: the columns of source and target, by default `1,2`."""
     separator: str | None = None
@@ -127,8 +134,8 @@ class DataSource(Config):
             yield "train", "needs at least one file"
         if self.separator is not None and self.format != "text":
             yield "separator", f"records of {self.format!r} data are parted already: leave it out"
-        if self.documents and self.format == "parallel":
-            yield "documents", "rows of 'parallel' data hold one pair each: leave it out"
+        if self.documents and self.format not in ("text", "jsonl", "chat"):
+            yield "documents", f"rows of {self.format!r} data hold one example each: leave it out"
 
 
 class Run(Config):
@@ -174,6 +181,8 @@ class Run(Config):
             yield "keep", f"must be at least average_last ({self.average_last}), got {self.keep}"
         if self.average_last > 1 and not self.save_every:
             yield "save_every", f"without checkpoints on the way there are no {self.average_last} to average"
+        if self.average_last and self.ema is not None:
+            yield "average_last", "the final model is either this mean or that of ema: leave out one of them"
 
 
 class Lora(Config):
@@ -207,7 +216,8 @@ class Recipe(Config):
     model: ModelSource
     tokenizer: str = "bytes"
     """`bytes`; `checkpoint`: that of `model.checkpoint`; `train-bpe:4096`: learned from the training texts, with so
-    many entries; anything else is a file or folder that holds one."""
+    many entries, the control tokens that the objective needs among them; anything else is a file or folder that holds
+    one."""
     data: DataSource
     objective: Objective = NextToken()
     optimizer: Optimizer = AdamW()
@@ -215,6 +225,8 @@ class Recipe(Config):
     run: Run
     lora: Lora | None = None
     """If given, adapters learn and the model's own weights stay."""
+    parallel: Parallel = Parallel()
+    """How the processes that torchrun starts share the work; one process does all of it."""
     log: Log = Log()
 
     def problems(self) -> Iterator[Problem]:
@@ -222,21 +234,44 @@ class Recipe(Config):
         if self.data.format not in self.objective.formats:
             wanted = " or ".join(map(repr, self.objective.formats))
             yield "data.format", f"objective {self.objective.kind!r} needs {wanted}, got {self.data.format!r}"
+        yield from self._parallel_problems()
         if self.lora is not None and self.run.average_last:
             yield "run.average_last", "averages whole models, and with lora only adapters learn: leave it out"
-        if isinstance(self.objective, Masked) and self.objective.next_sentence:
-            yield "objective.next_sentence", "pairs are not trained beside hidden tokens yet: leave it out"
-        if isinstance(self.objective, NextToken) and self.objective.memory:
-            yield "objective.memory", "training with a memory of earlier segments is not there yet: set it to 0"
+        if isinstance(self.objective, Masked) and self.objective.next_sentence and self.data.documents:
+            yield "data.documents", "objective.next_sentence packs two texts into a row itself: leave it out"
+        if isinstance(self.objective, NextToken) and self.objective.memory and self.data.documents:
+            yield "data.documents", "objective.memory is of one text, read in order: leave out the one or the other"
         model = self.model.architecture
         if model is not None:
-            yield from ((f"model.{path}".rstrip("."), what) for path, what in self.objective.misfits(model))
-            if isinstance(model.embedding.positions, Learned) and self.data.context > model.max_seq_len:
-                yield (
-                    "data.context",
-                    f"must be at most {model.max_seq_len}, the positions that the model can learn, "
-                    f"got {self.data.context}",
-                )
+            yield from self.misfits(model)
+
+    def misfits(self, model: ModelConfig) -> Iterator[Problem]:
+        """Why this model cannot be trained so, with the recipe's own paths."""
+        for path, what in self.objective.misfits(model):
+            yield (f"{_OVERRIDES}{path}" if path else "model"), what
+        yield from ((f"parallel.{path}", what) for path, what in self.parallel.misfits(model))
+        in_a_row = isinstance(self.objective, Seq2Seq) and len(model.stacks) == 1
+        most = model.max_seq_len // 2 if in_a_row else model.max_seq_len
+        if isinstance(model.embedding.positions, Learned) and self.data.context > most:
+            what = "the positions that the model can learn" + (", for source and target each" if in_a_row else "")
+            yield "data.context", f"must be at most {most}, {what}, got {self.data.context}"
+
+    def _parallel_problems(self) -> Iterator[Problem]:
+        parallel, run = self.parallel, self.run
+        if run.compile and parallel.tensor * parallel.context > 1:
+            yield "run.compile", "blocks divided by parallel.tensor or parallel.context are not compiled: leave it out"
+        if parallel.splits_weights:
+            remedy = "divided weights (parallel.data = 'fsdp', or parallel.tensor) do not go with it: "
+            if run.precision == "fp16":
+                yield "run.precision", remedy + "take bf16"
+            if run.average_last:
+                yield "run.average_last", remedy + "take run.ema"
+            if self.lora is not None:
+                yield "lora", remedy + "take 'ddp'"
+            if not isinstance(self.optimizer, AdamW | Lion):
+                yield "optimizer.kind", remedy + f"{self.optimizer.kind!r} needs whole matrices; take adamw or lion"
+        if parallel.tensor > 1 and run.sample_every:
+            yield "run.sample_every", "the memory of a text is not divided by parallel.tensor: set it to 0"
 
     def _tokenizer_problems(self) -> Iterator[Problem]:
         if self.tokenizer == "checkpoint" and self.model.checkpoint is None:

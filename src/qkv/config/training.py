@@ -17,11 +17,12 @@ from pydantic import Field
 from qkv.config.base import Config, NonNegative, Positive, PositiveFloat, Probability, Problem, Variant
 from qkv.config.head import Classifier, Head, MaskedLanguageModel, Span, TokenClassifier
 from qkv.config.model import ModelConfig
+from qkv.config.position import NoPositions, Rotary
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
 Betas = Annotated[tuple[Probability, Probability], Field(strict=False)]
-Format = Literal["text", "jsonl", "parallel", "chat"]
+Format = Literal["text", "jsonl", "parallel", "chat", "labelled", "tagged", "questions", "preferences"]
 
 
 # Objectives
@@ -36,6 +37,10 @@ class Objective(Variant):
     """The heads that answer it; empty: those that predict the next token."""
     translates: ClassVar[bool] = False
     """Whether an example is two texts, one for the encoder and one for the decoder."""
+    vocabulary: ClassVar[Literal["texts", "frames", "pairs", "spans"]] = "texts"
+    """Which control tokens it needs of a vocabulary that is learned for it (`qkv.text.training`)."""
+    in_a_row: ClassVar[bool] = False
+    """Whether a decoder alone may read these two texts one after the other."""
 
     balance: Weight = 0.01
     """Multiplies the loss that keeps experts equally busy (Fedus 2021, arXiv 2101.03961, equation 4: 0.01); a model
@@ -47,7 +52,7 @@ class Objective(Variant):
         if not (isinstance(head, self.heads) if self.heads else head.reads == "past"):
             kinds = [kind for kind, member in Head.kinds().items() if self._answered_by(member)]
             yield "head", f"objective {self.kind!r} is answered by {' or '.join(map(repr, kinds))}, not {head.kind!r}"
-        if self.translates and len(model.stacks) < 2:
+        if self.translates and len(model.stacks) < 2 and not (self.in_a_row and model.encoder is None):
             (name,) = model.stacks
             yield "", f"objective {self.kind!r} needs an encoder and a decoder, but this model has only {_a(name)}"
         if not self.translates and len(model.stacks) > 1:
@@ -79,6 +84,31 @@ class NextToken(TokenLoss, Objective):
     """How many tokens of the segments before each layer still sees, without gradient (Dai 2019, Transformer-XL); above
     0 the texts are read as contiguous streams, one per row of the batch."""
 
+    def misfits(self, model: ModelConfig) -> Iterator[Problem]:
+        yield from super().misfits(model)
+        if self.memory:
+            yield from _unremembered(model)
+
+
+def _unremembered(model: ModelConfig) -> Iterator[Problem]:
+    """What of a model would mean something else where it looks at the layers' inputs of earlier segments."""
+    embedded = model.embedding.positions
+    if not isinstance(embedded, NoPositions):
+        yield (
+            "embedding.positions",
+            f"{embedded.kind!r} numbers each segment anew, so that a memory has the same numbers; set it to "
+            "{ kind = 'none' }, and attention.positions to a kind that counts distances, or set objective.memory to 0",
+        )
+    for block in () if model.decoder is None else dict.fromkeys(model.decoder.blocks):
+        fields = block.attention.pattern.fields & {"prefix_length", "is_global", "length"}
+        if fields:
+            kind = block.attention.pattern.kind
+            yield "decoder", f"pattern {kind!r} is about whole rows, not the end of one; set objective.memory to 0"
+        positions = block.attention.positions
+        if isinstance(positions, Rotary) and positions.scaling.reads_length:
+            kind = positions.scaling.kind
+            yield "decoder", f"scaling {kind!r} turns by the length of the text read so far; set objective.memory to 0"
+
 
 class Masked(TokenLoss, Objective):
     """Tokens that were hidden, from both sides (Devlin 2018, BERT, section 3.1).
@@ -89,6 +119,7 @@ class Masked(TokenLoss, Objective):
 
     kind: Literal["masked"] = "masked"
     heads = (MaskedLanguageModel,)
+    vocabulary = "frames"
     share: Share = 0.15
     """How many of a row's tokens are chosen."""
     mask: Annotated[float, Field(ge=0, le=1)] = 0.8
@@ -105,6 +136,8 @@ class Masked(TokenLoss, Objective):
 
     def misfits(self, model: ModelConfig) -> Iterator[Problem]:
         yield from super().misfits(model)
+        if self.next_sentence and isinstance(model.head, MaskedLanguageModel) and not model.head.next_sentence:
+            yield "head.next_sentence", "decides which sentence is next: set it to true, or leave out the objective's"
         if self.next_sentence and model.embedding.n_segments < 2:
             count = model.embedding.n_segments
             yield "embedding.n_segments", f"next_sentence tells two segments apart: needs 2 or more, got {count}"
@@ -115,6 +148,7 @@ class SpanCorruption(TokenLoss, Objective):
 
     kind: Literal["span-corruption"] = "span-corruption"
     translates = True
+    vocabulary = "spans"
     density: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """How many of a text's tokens lie in spans."""
     mean_length: Annotated[float, Field(ge=1)] = 3.0
@@ -130,11 +164,15 @@ class PrefixLM(TokenLoss, Objective):
 
 
 class Seq2Seq(TokenLoss, Objective):
-    """Each token of the target from the source and the target so far (Sutskever 2014; Vaswani 2017)."""
+    """Each token of the target from the source and the target so far (Sutskever 2014; Vaswani 2017).
+
+    A decoder alone reads the source, and then the target behind it (Liu 2018): such rows have twice `data.context`.
+    """
 
     kind: Literal["seq2seq"] = "seq2seq"
     formats = ("parallel",)
-    translates = True
+    translates = in_a_row = True
+    vocabulary = "pairs"
     smoothing: Probability = 0.1
 
 
@@ -149,27 +187,41 @@ class Classify(Objective):
     """The class of a text, or of a pair of texts (Radford 2018, section 3.2; Devlin 2018, section 4.1)."""
 
     kind: Literal["classify"] = "classify"
-    formats = ("jsonl",)
+    formats = ("labelled",)
     heads = (Classifier,)
+    vocabulary = "frames"
 
 
 class Tag(Objective):
     """The class of each word, read at its first piece (Devlin 2018, section 5.3: named entities)."""
 
     kind: Literal["tag"] = "tag"
-    formats = ("jsonl",)
+    formats = ("tagged",)
     heads = (TokenClassifier,)
+    vocabulary = "frames"
 
 
 class FindSpan(Objective):
     """Where a text answers a question: first and last token (Devlin 2018, section 4.2)."""
 
     kind: Literal["span"] = "span"
-    formats = ("jsonl",)
+    formats = ("questions",)
     heads = (Span,)
+    vocabulary = "frames"
 
 
-Objective.members = (NextToken, Masked, SpanCorruption, PrefixLM, Seq2Seq, Answers, Classify, Tag, FindSpan)
+class Prefer(Objective):
+    """The answer that was chosen rather than the one that was rejected (Rafailov 2023, DPO, arXiv 2305.18290)."""
+
+    kind: Literal["dpo"] = "dpo"
+    formats = ("preferences",)
+    translates = in_a_row = True
+    vocabulary = "pairs"
+    beta: PositiveFloat = 0.1
+    """How dearly the model pays for leaving what it was at the start: less allows more (section 6: 0.1 to 0.5)."""
+
+
+Objective.members = (NextToken, Masked, SpanCorruption, PrefixLM, Seq2Seq, Answers, Classify, Tag, FindSpan, Prefer)
 
 
 # Optimizers

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkv import config as c
-from qkv.nn.backends import Scoring, attend, attention_weights
+from qkv.nn.backends import Relative, Scoring, attend, attention_weights
 from qkv.nn.context import AttentionPlan, Context
 from qkv.nn.position import Rotary, Scheme
 from qkv.nn.registry import implements, make
@@ -51,12 +51,24 @@ class AttentionModule(nn.Module):
     def relative(self, q: Tensor, k: Tensor, ctx: Context, scoring: Scoring) -> Scoring:
         """`scoring` with what the position scheme adds to scores and sums, and dropout in training."""
         scheme, table = self.scheme(ctx)
+        bias = scheme.bias(q, k, table, self.scale)
         return replace(
             scoring,
-            bias=scheme.bias(q, k, table, self.scale),
+            bias=bias,
             dropout=self.dropout if self.training else 0.0,
             values=(lambda weights: scheme.values(weights, table)) if scheme.uses_weights else None,
+            relative=None if bias is None or torch.compiler.is_compiling() else self._towards(scheme, ctx),
         )
+
+    def _towards(self, scheme: Scheme, ctx: Context) -> Relative:
+        """The scheme's bias between any tokens."""
+
+        def at(q: Tensor, k: Tensor, query: c.Coordinates, key: c.Coordinates) -> Tensor:
+            bias = scheme.bias(q, k, scheme.table(ctx.between(query, key)), self.scale)
+            assert bias is not None
+            return bias
+
+        return Relative(at, tuple(scheme.parameters()))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, plan: AttentionPlan, scoring: Scoring
@@ -117,7 +129,7 @@ class MultiHead(AttentionModule):
 
         def new() -> dict[str, Tensor]:
             assert source is not None
-            scheme, table = self.scheme(ctx)
+            scheme, table = self.scheme(ctx.of_keys)
             k = self.k_norm(split(self._projected(f"k{kind}_proj", source), self.kv_heads))
             v = split(self._projected(f"v{kind}_proj", source), self.kv_heads)
             return {f"k{kind}": scheme.turn(k, table), f"v{kind}": v}
@@ -126,7 +138,7 @@ class MultiHead(AttentionModule):
         return seen[f"k{kind}"], seen[f"v{kind}"]
 
     def _projected(self, name: str, x: Tensor) -> Tensor:
-        out: Tensor = self.get_submodule(name)(x)
+        out: Tensor = getattr(self, name)(x)
         return out if self.clip is None else out.clamp(-self.clip, self.clip)
 
     def _global(self, x: Tensor, source: Tensor | None, out: Tensor, ctx: Context, scoring: Scoring) -> Tensor:
@@ -180,7 +192,8 @@ class Latent(AttentionModule):
 
         def new() -> dict[str, Tensor]:
             latent, rope = self.kv_down_proj(source).split((self.kv_rank, self.rope_dim), -1)
-            return {"latent": self.kv_norm(latent)[:, None], "rope": rotary.turn(rope[:, None], table)}
+            _, where = self.scheme(ctx.of_keys)
+            return {"latent": self.kv_norm(latent)[:, None], "rope": rotary.turn(rope[:, None], where)}
 
         seen = ctx.remember(self.name, new)
         look = self._rebuilt if ctx.key is ctx.query else self._absorbed
@@ -209,7 +222,7 @@ class Latent(AttentionModule):
 
 def split(x: Float[Tensor, "B T HF"], heads: int) -> Float[Tensor, "B H T F"]:
     """Separate the heads."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return x.reshape(*x.shape[:-1], heads, -1).transpose(1, 2)
 
 
 def join(x: Float[Tensor, "B H T F"]) -> Float[Tensor, "B T HF"]:

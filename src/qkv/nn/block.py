@@ -8,6 +8,7 @@ parallel  x + attention(n) + ffn(n), n = norm(x)    GPT-J, PaLM
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ class BlockModule(nn.Module):
     def __init__(self, residual: c.Residual, config: c.Block, sizes: c.Sizes) -> None:
         super().__init__()
         self.sublayers, self.dropout = config.sublayers, config.dropout
+        self.number = 0  # of the layer in its stack, which sets it
         self.attention = make(config.attention, sizes)
         if config.cross_attention is not None:
             self.cross_attention = make(config.cross_attention, sizes)
@@ -36,21 +38,35 @@ class BlockModule(nn.Module):
     def run(self, sublayer: str, x: Hidden, ctx: Context) -> Hidden:
         """The sublayer's output, with dropout in training."""
         if sublayer == "attention":
-            out = self.attention(x, x, ctx)
+            out = self.attention(x, self.seen(x, ctx), ctx)
         elif sublayer == "cross_attention":
             out = self.cross_attention(x, ctx.source, ctx.cross)
         else:
             out = self.ffn(x, ctx)
-        return F.dropout(out, self.dropout, self.training)
+        return F.dropout(out, self.dropout) if self.dropout and self.training else out
+
+    def seen(self, x: Hidden, ctx: Context) -> Float[Tensor, "B S D"]:
+        """What attention looks at: what it asks from, and what the layer read before, if it is to recall that."""
+        if ctx.recall is None or not ctx.recall.length:
+            return x
+        return torch.cat((self.before_attention(ctx.recall.layers[self.number]), x), 1)
+
+    def before_attention(self, x: Hidden) -> Hidden:
+        """What attention gets of the layer's input."""
+        return x
 
     def normed(self, name: str, x: Hidden) -> Hidden:
         """The block's norm of that name."""
-        return self.get_submodule(name)(x)
+        normed: Hidden = getattr(self, name)(x)
+        return normed
 
 
 @implements(c.PreNorm)
 class PreNorm(BlockModule):
     """x + f(norm(x))."""
+
+    def before_attention(self, x: Hidden) -> Hidden:
+        return self.normed("attention_norm", x)
 
     def forward(self, x: Hidden, ctx: Context) -> Hidden:
         for name in self.sublayers:
@@ -72,6 +88,9 @@ class PostNorm(BlockModule):
 class SandwichNorm(BlockModule):
     """x + post_norm(f(norm(x)))."""
 
+    def before_attention(self, x: Hidden) -> Hidden:
+        return self.normed("attention_norm", x)
+
     def forward(self, x: Hidden, ctx: Context) -> Hidden:
         for name in self.sublayers:
             out = self.normed(f"{name}_post_norm", self.run(name, self.normed(f"{name}_norm", x), ctx))
@@ -86,6 +105,9 @@ class Parallel(BlockModule):
     def __init__(self, residual: c.Parallel, config: c.Block, sizes: c.Sizes) -> None:
         super().__init__(residual, config, sizes)
         self.shared_norm = residual.shared_norm
+
+    def before_attention(self, x: Hidden) -> Hidden:
+        return self.normed("norm" if self.shared_norm else "attention_norm", x)
 
     def forward(self, x: Hidden, ctx: Context) -> Hidden:
         if self.shared_norm:
@@ -119,6 +141,8 @@ class Stack(nn.Module):
                 mechanism = layer.get_submodule(own)
                 if isinstance(mechanism, AttentionModule):
                     mechanism.name = f"{name}.layers.{index}.{own}"
+            if isinstance(layer, BlockModule):
+                layer.number = index
             module = layer.get_submodule("attention")
             assert isinstance(module, AttentionModule)
             module.pattern_key = patterns.setdefault(attention.pattern, len(patterns))
@@ -132,8 +156,12 @@ class Stack(nn.Module):
 
     def forward(self, x: Hidden, ctx: Context) -> Hidden:
         ctx.shared = self.shared
+        for key, scheme in self.shared.items():
+            ctx.table(key, scheme)  # here, since a layer that is computed again in the backward pass would make it anew
         ctx.tap(self, "input", x)
         for layer in self.layers:
             ctx.tap(layer, "input", x)
+            if ctx.recall is not None:
+                ctx.inputs.append(x.detach())
             x = ctx.tap(layer, "output", layer(x, ctx))
         return ctx.tap(self, "output", self.norm(x))

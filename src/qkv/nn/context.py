@@ -7,6 +7,7 @@ A `Context` is built once per forward and stack. It holds the coordinates of que
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +22,11 @@ from qkv.config.pattern import Cover
 if TYPE_CHECKING:
     from qkv.nn.capture import Trace
     from qkv.nn.memory import Memory, Streams
+    from qkv.nn.recall import Recall
+
+
+_RECALLED = -1
+"""Among the views of a context, which are otherwise those of a cache's groups."""
 
 
 class Routing(NamedTuple):
@@ -48,6 +54,8 @@ class AttentionPlan:
     cover: Cover
     contiguous: bool
     backend: str
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a backend worked out in one layer, for those to come."""
     _mask: Tensor | None = None
 
     @property
@@ -94,9 +102,14 @@ class Context:
     cross: Context | None = None
     shared: dict[int, Any] = field(default_factory=dict)
     """The position schemes whose tensors the layers share, by number."""
-    routing: list[Routing] = field(default_factory=list)
+    routing: deque[Routing] = field(default_factory=deque)
+    """Not a list: where blocks are wrapped (FSDP), lists and what they hold are copied on the way in."""
     memory: Memory | None = None
     """The cache, in models that read on where they ended."""
+    recall: Recall | None = None
+    """What the layers read of the tokens before, in models that are trained with it."""
+    inputs: list[Tensor] = field(default_factory=list)
+    """What the layers read now, to be recalled later."""
     gathered: bool = False
     """Whether no key that a query sees is farther than there are keys: stored ones, without sinks."""
     _views: dict[int, Context] = field(default_factory=dict)
@@ -128,6 +141,15 @@ class Context:
             )
         return self._views[number]
 
+    @property
+    def of_keys(self) -> Context:
+        """This context for what stands where new keys do: before the queries, too, where something is recalled."""
+        if self.recall is None or not self.recall.length:
+            return self
+        if _RECALLED not in self._views:
+            self._views[_RECALLED] = replace(self, query=self.key, _views={}, _plans={}, _tables={})
+        return self._views[_RECALLED]
+
     def remember(self, attention: str, new: Callable[[], Streams]) -> Streams:
         """The streams that the queries look at: those of `new`, and what the cache has. A stored source needs none."""
         if self.memory is None:
@@ -153,6 +175,12 @@ class Context:
                 warnings.warn(note, stacklevel=2)
             self._plans[key] = AttentionPlan(pattern, self.query, self.key, cover, self.contiguous, self.backend)
         return self._plans[key]
+
+    def between(self, query: Coordinates, key: Coordinates) -> Context:
+        """This context for other tokens, of which nothing is known but where they stand."""
+        return replace(
+            self, query=query, key=key, regular=False, contiguous=False, gathered=False, _plans={}, _tables={}
+        )
 
     @cached_property
     def global_rows(self) -> Tensor | None:

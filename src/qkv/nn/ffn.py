@@ -41,7 +41,7 @@ class Dense(nn.Module):
 
     def forward(self, x: Float[Tensor, "B T D"], ctx: Context) -> Float[Tensor, "B T D"]:
         hidden = ctx.tap(self, "hidden", self.activation(self.up_proj(x)))
-        return self.down_proj(F.dropout(hidden, self.dropout, self.training))
+        return self.down_proj(F.dropout(hidden, self.dropout) if self.dropout and self.training else hidden)
 
 
 @implements(c.Gated)
@@ -57,7 +57,7 @@ class Gated(nn.Module):
 
     def forward(self, x: Float[Tensor, "B T D"], ctx: Context) -> Float[Tensor, "B T D"]:
         hidden = ctx.tap(self, "hidden", self.activation(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(F.dropout(hidden, self.dropout, self.training))
+        return self.down_proj(F.dropout(hidden, self.dropout) if self.dropout and self.training else hidden)
 
 
 class Router(nn.Module):

@@ -72,7 +72,7 @@ class LanguageModel(nn.Module):
 
 @implements(c.MaskedLanguageModel)
 class MaskedLanguageModel(nn.Module):
-    """norm(activation(transform(hidden))) @ table^T + bias (Devlin 2018)."""
+    """norm(activation(transform(hidden))) @ table^T + bias (Devlin 2018); pre-training calls `next_sentence`, too."""
 
     def __init__(self, config: c.MaskedLanguageModel, vocab_size: int, d_model: int) -> None:
         super().__init__()
@@ -81,6 +81,7 @@ class MaskedLanguageModel(nn.Module):
         self.norm = make(config.norm, d_model)
         self.weight = None if config.tied else nn.Parameter(torch.empty(vocab_size, d_model))
         self.bias = nn.Parameter(torch.empty(vocab_size))
+        self.next_sentence = NextSentence(c.NextSentence(), vocab_size, d_model) if config.next_sentence else None
 
     def forward(self, hidden: Hidden, table: nn.Module, valid: Valid) -> Answer:
         ready = self.norm(self.activation(self.transform(hidden)))

@@ -6,7 +6,7 @@ GPU that would wait for the device, and in a graph it would break it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.cache.cache import Cache, Step
-from qkv.config import Coordinates, ModelConfig
+from qkv.config import Coordinates, ModelConfig, NoPositions
 from qkv.errors import CacheError, DataError
 
 
@@ -29,6 +29,7 @@ class Inputs:
     segments: Int[Tensor, "B T"] | None = None
     prefix_length: Int[Tensor, " B"] | None = None
     global_tokens: Bool[Tensor, "B T"] | None = None
+    _full: bool | None = field(default=None, init=False)
 
     @property
     def visible(self) -> bool:
@@ -38,9 +39,9 @@ class Inputs:
     @property
     def padding(self) -> Tensor | None:
         """`valid`, or None where it is known to mark no padding."""
-        if self.valid is None or (self.visible and bool(self.valid.all())):
-            return None
-        return self.valid
+        if self._full is None:  # looked at once; a cached_property takes a lock, which no graph can
+            self._full = self.valid is None or (self.visible and bool(self.valid.all()))
+        return None if self._full else self.valid
 
     def coordinates(self, reads_global: bool) -> Coordinates:
         """Where the tokens stand: fields (B or 1, T); see docs/design.md."""
@@ -144,6 +145,19 @@ def check_arguments(
         _check_values(config, inputs, "tokens")
         if source is not None:
             _check_values(config, source, "source")
+
+
+def check_recall(config: ModelConfig, inputs: Inputs, cache: Cache | None) -> None:
+    """One clear line for what a recall cannot stand beside."""
+    if cache is not None:
+        raise DataError("recall: not beside a cache, which recalls more; give one of them")
+    if config.decoder is None or config.encoder is not None:
+        raise DataError("recall: for a decoder alone, which reads a text from its beginning; leave it out")
+    if not isinstance(config.embedding.positions, NoPositions):
+        kind = config.embedding.positions.kind
+        raise DataError(f"recall: {kind!r} positions in the embedding are counted anew in each segment; leave it out")
+    if not inputs.regular:
+        raise DataError("recall: takes whole rows of one text each; leave out valid, positions, documents and the like")
 
 
 def _check_cache(config: ModelConfig, inputs: Inputs, cache: Cache) -> None:

@@ -8,7 +8,7 @@ config says. Vaswani et al. 2017, figure 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,8 +22,9 @@ from qkv.nn.block import Stack
 from qkv.nn.capture import active_trace
 from qkv.nn.context import Context, Routing
 from qkv.nn.embedding import Embedding
-from qkv.nn.inputs import Inputs, begin, check_arguments
+from qkv.nn.inputs import Inputs, begin, check_arguments, check_recall
 from qkv.nn.memory import Memory, store_for
+from qkv.nn.recall import Recall
 from qkv.nn.registry import make
 
 
@@ -39,6 +40,8 @@ class Output:
     """The row's vector, of heads that make one."""
     routing: list[Routing] = field(default_factory=list)
     """How each mixture-of-experts layer sent its tokens."""
+    recall: Recall | None = None
+    """What the layers recall after these tokens, if they were given a `recall`."""
 
 
 class Transformer(nn.Module):
@@ -69,20 +72,25 @@ class Transformer(nn.Module):
         prefix_length: Int[Tensor, " B"] | None = None,
         global_tokens: Bool[Tensor, "B T"] | None = None,
         cache: Cache | None = None,
+        recall: Recall | None = None,
         logits_at: Int[Tensor, "B N"] | None = None,
         backend: str = "auto",
     ) -> Output:
         """Run the model; docs/design.md says what each input means.
 
         With a `cache`, the tokens follow those that it holds, and it holds them afterwards; `source` and
-        `prefix_length` are given with the first only. Nothing is differentiated then. `logits_at`: the indices of the
-        tokens whose logits are wanted, by default all. `backend` forces one for every attention.
+        `prefix_length` are given with the first only. Nothing is differentiated then. With a `recall`, they follow
+        those that it recalls, and only these have no gradient. `logits_at`: the indices of the tokens whose logits are
+        wanted, by default all. `backend` forces one for every attention.
         """
         inputs = Inputs(tokens, valid, positions, documents, segments, prefix_length, global_tokens)
         if source_valid is not None and source is None:
             raise DataError("source_valid: given without source")
         seen = None if source is None else Inputs(source, source_valid)
         check_arguments(self.config, inputs, seen, self._reads, cache)
+        if recall is not None:
+            check_recall(self.config, inputs, cache)
+            return self._run_on(inputs, recall, logits_at, backend)
         if cache is None:
             return self._run_all(inputs, seen, None, logits_at, backend)
         step, output = begin(cache, inputs), None
@@ -119,6 +127,17 @@ class Transformer(nn.Module):
                 memory.take_source(source_ctx.query.position)
         return self._answer(self._run(self.decoder, target, inputs, ctx), target, ctx, logits_at)
 
+    def _run_on(self, inputs: Inputs, recall: Recall, logits_at: Tensor | None, backend: str) -> Output:
+        """A decoder alone, whose tokens follow those that it recalls."""
+        ctx = self._context(inputs, self.embed, backend)
+        if recall.seen:
+            query, key = recall.coordinates(inputs.tokens)
+            ctx = replace(ctx, query=query, key=key, regular=False, contiguous=False, gathered=True)
+        ctx.recall = recall
+        output = self._answer(self._run(self.decoder, self.embed, inputs, ctx), self.embed, ctx, logits_at)
+        output.recall = recall.after(ctx.inputs)
+        return output
+
     def _context(self, inputs: Inputs, embed: Embedding, backend: str, memory: Memory | None = None) -> Context:
         """Where the tokens stand, and whether that is as plain as can be."""
         trace = None if torch.compiler.is_compiling() else active_trace(self)
@@ -149,7 +168,7 @@ class Transformer(nn.Module):
         logits, pooled = self.head(wanted, self._table(embed), exists)
         if logits is not None:
             ctx.tap(self.head, "logits", logits)
-        return Output(logits, hidden, pooled, ctx.routing)
+        return Output(logits, hidden, pooled, list(ctx.routing))
 
     def _table(self, embed: Embedding) -> nn.Module:
         """The token table that this embedding reads: its own, or the shared one."""

@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from qkv import config as c
 from qkv.errors import DataError
 from qkv.nn.context import Context
+from qkv.nn.gradient import differentiated
 from qkv.nn.registry import implementation, implements
 
 
@@ -118,16 +120,41 @@ class Rotary(Scheme):
         """The first `width` elements turned, the rest as they are."""
         cos, sin = (t.to(x.dtype) for t in table)
         if self.width == x.shape[-1]:
-            return x * cos + self._quarter(x) * sin
-        turned, rest = x.split((self.width, x.shape[-1] - self.width), -1)
-        return torch.cat((turned * cos + self._quarter(turned) * sin, rest), -1)
+            return turned(x, cos, sin, self.config.layout == "halves")
+        first, rest = x.split((self.width, x.shape[-1] - self.width), -1)
+        return torch.cat((turned(first, cos, sin, self.config.layout == "halves"), rest), -1)
 
-    def _quarter(self, x: Tensor) -> Tensor:
-        """Each pair (a, b) turned by 90 degrees: (-b, a)."""
-        if self.config.layout == "halves":
-            first, second = x.chunk(2, -1)
-            return torch.cat((-second, first), -1)
-        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+def turned(x: Float[Tensor, "B H T F"], cos: Tensor, sin: Tensor, halves: bool) -> Float[Tensor, "B H T F"]:
+    """Each pair (a, b) as (a cos - b sin, b cos + a sin)."""
+    if differentiated(x):
+        result: Tensor = _Turned.apply(x, cos, sin, halves)
+        return result
+    return x * cos + _quarter(x, halves) * sin
+
+
+def _quarter(x: Tensor, halves: bool) -> Tensor:
+    """Each pair turned by 90 degrees: (-b, a)."""
+    if halves:
+        first, second = x.chunk(2, -1)
+        return torch.cat((-second, first), -1)
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+class _Turned(torch.autograd.Function):
+    """The same; the gradient is turned back. Half the time of differentiating the formula operation by operation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
+        ctx.halves = halves
+        ctx.save_for_backward(cos, sin)
+        return _quarter(x, halves).mul_(sin).add_(x * cos)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return torch.addcmul(_quarter(g, ctx.halves).mul_(-sin), g, cos), None, None, None
 
 
 @implements(c.Alibi)
@@ -157,11 +184,16 @@ class T5Buckets(Scheme):
         super().__init__(config, sizes)
         self.weight = nn.Parameter(torch.empty(config.n_buckets, sizes.n_heads))
 
-    def table(self, ctx: Context) -> Int[Tensor, "B Q K"]:
-        return t5_bucket(-_distance(ctx), self.config)
+    def table(self, ctx: Context) -> Int[Tensor, "B Q K"] | Float[Tensor, "B H Q K"]:
+        """The buckets; of layers that share this scheme their bias at once."""
+        buckets = t5_bucket(-_distance(ctx), self.config)
+        return self._bias(buckets) if self.config.shared else buckets
 
     def bias(self, q: Tensor, k: Tensor, table: Tensor, scale: float) -> Float[Tensor, "B H Q K"]:
-        return F.embedding(table, self.weight).permute(0, 3, 1, 2)
+        return table if self.config.shared else self._bias(table)
+
+    def _bias(self, buckets: Int[Tensor, "B Q K"]) -> Float[Tensor, "B H Q K"]:
+        return F.embedding(buckets, self.weight).permute(0, 3, 1, 2).contiguous()
 
 
 @implements(c.Shaw)

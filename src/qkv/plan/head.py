@@ -40,6 +40,12 @@ def _(config: c.MaskedLanguageModel, w: Writer, model: c.ModelConfig) -> None:
     norm(config.norm, w, "norm", "h", "h")
     _logits(config.tied, True, w, model, "h")
     w.op("[softmax]", "p(masked token) = softmax(logits)", ("logits",), "p(masked token)")
+    if config.next_sentence:
+        b, _, d = w.shapes["x"]
+        w.op("[pool]", "pooled = x of the first token", ("x",), "pooled", (b, d))
+        w.linear("next_sentence.pooler", "pooled", "pooled", d, own)
+        w.op("[activation]", "pooled = tanh(pooled)", ("pooled",), "pooled")
+        w.linear("next_sentence.classifier", "pooled", "follows", Dim("classes", 2), own)
 
 
 @head.register

@@ -68,6 +68,11 @@ class LibraryTokenizer(PieceTokenizer):
         encoded = self._library.encode(first, second)
         return encoded.ids, encoded.type_ids
 
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text alone, and where each stands in it: its first character, and the one behind its last."""
+        encoded = self._library.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+
     def piece(self, token: int) -> str | bytes | None:
         """How the vocabulary spells a token; added tokens mean themselves."""
         if (literal := self._literal.get(token)) is not None:

@@ -40,6 +40,7 @@ def run(recipe: Recipe | str | Path, *, resume: bool = False) -> Result:
     loss, valid_loss = (made[0].loss, made[0].valid_loss) if made else (math.nan, None)
     if valid_loss is None or whole.run.ema is not None or whole.run.average_last:
         valid_loss = trainer.valid_loss()  # of other weights than those of the last step
+    trainer.strategy.close()
     return Result(Path(whole.run.folder), trainer.step, loss, valid_loss)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.errors import DataError
+from qkv.nn.recall import Recall
 
 IGNORE = -100
 """The target of an output of which nothing is asked."""
@@ -43,6 +45,8 @@ class Example:
     """(T,): whether the token may be a target, where not all may."""
     words: Ints | None = None
     """(T,): the number of the word that each token is a piece of, counted from 0."""
+    rejected: Ints | None = None
+    """(R,): of a prompt (`source`) and the answer that was chosen (`tokens`), the other answer."""
     labels: Ints | None = None
     """A class (), one class per word (or per token), or the first and the last token of a span (2,)."""
 
@@ -67,6 +71,13 @@ class Tensors:
     places: Tensor | None
     """(count,): the indices of the real targets among all, flattened; None if all are real."""
     pairs: Tensor | None = None
+    recall: Recall | None = None
+    reference: Tensor | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the model is called with."""
+        return self.inputs if self.recall is None else {**self.inputs, "recall": self.recall}
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,12 @@ class Batch:
     targets: Ints
     pairs: Ints | None = None
     """(B,), of rows that are two texts: whether the second does not follow the first (Devlin 2018); 0: it does."""
+    recall: Recall | None = None
+    """Of rows that go on where others ended: what the model recalls of these. It lies on the model's device."""
+    in_twos: bool = False
+    """Whether rows come in twos, an answer that was chosen and one that was rejected; each two are one target."""
+    reference: Tensor | None = None
+    """(B,), of rows in twos: log p of the answer by the reference. It lies on the model's device."""
 
     @property
     def rows(self) -> int:
@@ -86,10 +103,11 @@ class Batch:
     @cached_property
     def count(self) -> int:
         """How many targets are real."""
-        return int((self.targets != IGNORE).sum())
+        return self.rows // 2 if self.in_twos else int((self.targets != IGNORE).sum())
 
     def split(self, rows: int) -> list[Batch]:
-        """Parts of at most `rows` rows, in order, as wide as the batch."""
+        """Parts of at most `rows` rows, or twos of them, in order, as wide as the batch."""
+        rows = 2 * rows if self.in_twos else rows
         return [self._part(slice(start, start + rows)) for start in range(0, self.rows, rows)]
 
     def to(self, device: torch.device | str) -> Tensors:
@@ -99,14 +117,17 @@ class Batch:
             places = _tensor((self.targets.reshape(-1) != IGNORE).nonzero()[0], device)
         inputs = {name: _tensor(value, device) for name, value in self.inputs.items()}
         pairs = None if self.pairs is None else _tensor(self.pairs, device)
-        return Tensors(inputs, _tensor(self.targets, device), self.count, places, pairs)
+        return Tensors(inputs, _tensor(self.targets, device), self.count, places, pairs, self.recall, self.reference)
 
     def _part(self, rows: slice) -> Batch:
         inputs = {name: value[rows] for name, value in self.inputs.items()}
         for mask in ("valid", "source_valid"):
             if mask in inputs and inputs[mask].all():
                 del inputs[mask]  # attention without a mask is faster
-        return Batch(inputs, self.targets[rows], None if self.pairs is None else self.pairs[rows])
+        pairs = None if self.pairs is None else self.pairs[rows]
+        recall = None if self.recall is None else self.recall.rows(rows)
+        reference = None if self.reference is None else self.reference[rows]
+        return Batch(inputs, self.targets[rows], pairs, recall, self.in_twos, reference)
 
 
 def collate(rows: Sequence[Row], pad: int = 0, *, pairs: Ints | None = None) -> Batch:

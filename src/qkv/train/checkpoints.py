@@ -66,10 +66,11 @@ def _save(content: dict[str, Any], path: Path) -> None:
     try:
         torch.save(content, path)
     except RuntimeError as error:  # torch's own word for a full disk
-        raise CheckpointError(f"{path.name}: cannot be written ({_line(error)}); is the disk full?") from None
+        raise CheckpointError(f"{path.name}: cannot be written ({in_a_line(error)}); is the disk full?") from None
 
 
-def _line(error: Exception) -> str:
+def in_a_line(error: BaseException) -> str:
+    """What an error says, short."""
     return " ".join(str(error).split())[:200]
 
 
@@ -82,7 +83,7 @@ def read(folder: Path) -> Saved:
         training = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
         return Saved(state["step"], state["data"], training)
     except (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
-        raise _damaged(folder, error) from None
+        raise damaged(folder, error) from None
 
 
 def weights(folder: Path) -> Mapping[str, Tensor]:
@@ -90,11 +91,12 @@ def weights(folder: Path) -> Mapping[str, Tensor]:
     try:
         return load(folder / MODEL).model.state_dict()
     except CheckpointError as error:
-        raise _damaged(folder, error) from None
+        raise damaged(folder, error) from None
 
 
-def _damaged(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{folder}: damaged ({_line(error)}); delete it to go on from the one before")
+def damaged(folder: Path, error: BaseException) -> CheckpointError:
+    """What is said of a checkpoint that cannot be read."""
+    return CheckpointError(f"{folder}: damaged ({in_a_line(error)}); delete it to go on from the one before")
 
 
 def average(models: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

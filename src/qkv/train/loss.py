@@ -30,13 +30,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qkv.config import MixtureOfExperts, ModelConfig
-from qkv.config.training import Objective, TokenLoss
+from qkv.config.training import Objective, Prefer, TokenLoss
 from qkv.errors import DataError
 from qkv.nn import Transformer, head
 from qkv.nn.embedding import FullTable
 from qkv.nn.model import Output
-from qkv.train.balance import balance_loss, gather, load, masks_of
+from qkv.nn.recall import Recall
+from qkv.train.balance import Load, balance_loss, gather, load, masks_of
 from qkv.train.batch import IGNORE, Batch, Tensors
+from qkv.train.preference import preference_loss
 
 LARGE = 4096
 """From this vocabulary on, the chunked loss is the faster one, too (benchmarks/loss.py)."""
@@ -57,6 +59,8 @@ class Loss:
     """The weight of lse^2."""
     balance: float = 0.0
     """The weight of the balance loss of experts."""
+    beta: float = 0.1
+    """Of preferences: how dearly leaving the reference is paid for."""
 
     @classmethod
     def of(cls, objective: Objective, model: ModelConfig) -> Loss:
@@ -65,7 +69,7 @@ class Loss:
         balance = objective.balance if experts else 0.0
         if isinstance(objective, TokenLoss):
             return cls(objective.smoothing, objective.z_loss, balance)
-        return cls(balance=balance)
+        return cls(balance=balance, beta=objective.beta) if isinstance(objective, Prefer) else cls(balance=balance)
 
 
 PLAIN = Loss()
@@ -94,6 +98,8 @@ class StepLoss:
     """() of experts, times its weight."""
     pairs: Tensor | None = None
     """() per row, of the second head."""
+    recall: Recall | None = None
+    """What all rows recall after the step, if they were given something to recall."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,14 @@ class Setting:
     """What calls the model, if not the model itself."""
     count: int | None = None
     """The real targets of the step, if other processes have more of them."""
+    rows: int | None = None
+    """And its rows."""
     scale: Callable[[Tensor], Tensor] = lambda loss: loss
     """Multiplies a loss before its backward (the scaler of fp16)."""
+    begin: Callable[[bool], None] = lambda last: None
+    """Is told before each part whether it is the last of the step."""
+    together: Callable[[Load], Load] = lambda load: load
+    """Adds to the load of experts what other processes have."""
     pair_head: head.NextSentence | None = None
     """Decides about `Batch.pairs`, beside the model's own head; its loss per row is added to that per target."""
 
@@ -122,33 +134,49 @@ def step_gradients(model: Transformer, parts: Sequence[Batch], how: Loss = PLAIN
     whole = None
     if how.balance and len(parts) > 1:
         whole = gather(lambda batch: _hidden(run, batch), model.config, (part.to(device) for part in parts), device)
-    rows = sum(part.rows for part in parts)
+        whole = setting.together(whole)
+    rows = sum(part.rows for part in parts) if setting.rows is None else setting.rows
     losses: dict[str, list[Tensor]] = {"targets": [], "balance": [], "pairs": []}
+    recalls = list[Recall]()
     for part in parts:
+        setting.begin(part is parts[-1])
         batch = part.to(device)
         found = part_loss(model, batch, how, run=run, weight=1 / count)
         terms = {"targets": found.total}
         if how.balance:
             routing, masks = found.output.routing, masks_of(model.config, batch)
-            terms["balance"] = how.balance * balance_loss(routing, masks, whole or load(routing, masks))
+            whole = whole or setting.together(load(routing, masks))
+            terms["balance"] = how.balance * balance_loss(routing, masks, whole)
         if setting.pair_head is not None:
             terms["pairs"] = _pair_loss(model, setting.pair_head, batch, found.output) / rows
         torch.autograd.backward(setting.scale(torch.stack(list(terms.values())).sum()))
         for name, term in terms.items():
             losses[name].append(term.detach())
+        if found.output.recall is not None:
+            recalls.append(found.output.recall)
     mean, balance, pairs = (torch.stack(terms).sum() if terms else None for terms in losses.values())
     assert mean is not None
-    return StepLoss(mean, count, balance, pairs)
+    return StepLoss(mean, count, balance, pairs, Recall.joined(recalls) if recalls else None)
 
 
 def _pair_loss(model: Transformer, read: head.NextSentence, batch: Tensors, output: Output) -> Tensor:
     if batch.pairs is None:
         raise DataError("batch: its rows are no pairs; set next_sentence in the objective")
+    return cross_entropy(pair_logits(model, read, batch, output), batch.pairs)
+
+
+def pair_logits(model: Transformer, read: head.NextSentence, batch: Tensors, output: Output) -> Tensor:
+    """(B, 2): whether the second segment of each row follows its first (0), or not."""
     tokens = batch.inputs["tokens"]
-    logits, _ = read(
-        output.hidden, table_of(model), batch.inputs.get("valid", torch.ones_like(tokens, dtype=torch.bool))
-    )
-    return cross_entropy(logits, batch.pairs)
+    valid = batch.inputs.get("valid", torch.ones_like(tokens, dtype=torch.bool))
+    logits, _ = read(output.hidden, table_of(model), valid)
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+def pair_head(model: Transformer) -> head.NextSentence | None:
+    """What decides about pairs in this model."""
+    return model.head.next_sentence if isinstance(model.head, head.MaskedLanguageModel) else None
 
 
 def loss_sum(model: Transformer, batch: Tensors, how: Loss = PLAIN, *, run: Run | None = None) -> tuple[Tensor, int]:
@@ -162,7 +190,10 @@ def part_loss(
 ) -> Found:
     """The same, times `weight`, with what the model gave. The chunked loss makes its gradients with the weight."""
     run, read = run or model, model.head
-    if isinstance(read, head.AdaptiveSoftmax):
+    if batch.reference is not None:
+        output = run(**batch.arguments)
+        total = preference_loss(output, batch, how.beta)
+    elif isinstance(read, head.AdaptiveSoftmax):
         output = _hidden(run, batch)
         total = adaptive_cross_entropy(read, _real(output.hidden, batch), table_of(model), _targets(batch), how)
     elif isinstance(read, head.LanguageModel | head.MaskedLanguageModel) and model.config.vocab_size >= LARGE:
@@ -171,7 +202,7 @@ def part_loss(
         total = linear_cross_entropy(ready, matrix, _targets(batch), how, weight)
         return Found(total, batch.count, output)
     else:
-        output = run(**batch.inputs)
+        output = run(**batch.arguments)
         if output.logits is None:
             raise DataError(f"head: {model.config.head.kind!r} has no logits to train; choose another head")
         if isinstance(read, head.Span):
@@ -184,7 +215,7 @@ def part_loss(
 def _hidden(run: Run, batch: Tensors) -> Output:
     """The model without its logits."""
     tokens = batch.inputs["tokens"]
-    return run(**batch.inputs, logits_at=tokens.new_empty((len(tokens), 0)))
+    return run(**batch.arguments, logits_at=tokens.new_empty((len(tokens), 0)))
 
 
 def _real(values: Tensor, batch: Tensors) -> Tensor:

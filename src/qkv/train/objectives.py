@@ -10,20 +10,16 @@
     classify          a text or a pair                    its class
     tag               a text                              each word's class, at its first piece
     span              question and passage                the first and the last token of the answer
+    dpo               prompt and answer, two rows each    the chosen answer, then the rejected one
 
-`shifted` is the one place where targets move: an example of n tokens gives n - 1 inputs, each with the token after it.
-Nothing is asked at the end of one document about the start of the next. Texts are framed as their tokenizer does
-([CLS] A [SEP] B [SEP]); where they come framed already, that is seen. What is drawn at random (masks, spans, prefixes)
-is drawn from the generator that `batch` is given, anew for every batch.
+What they share is in `maker`, and those whose answers are no tokens are in `decisions`. What is drawn at random (masks,
+spans, prefixes) is drawn from the generator that `batch` is given, anew for every batch.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 
@@ -31,104 +27,9 @@ from qkv import config as c
 from qkv.config import training
 from qkv.errors import DataError
 from qkv.train.batch import IGNORE, Batch, Bools, Example, Ints, Row, collate
+from qkv.train.decisions import Classify, FindSpan, Prefer, Tag
+from qkv.train.maker import Maker, one_document, shifted
 from qkv.train.vocabulary import Vocabulary, ints
-
-# Shifting
-
-
-def shifted(tokens: Ints, may: Bools | None = None, documents: Ints | None = None) -> tuple[Ints, Ints]:
-    """Inputs and targets, both (n - 1,): what follows each token, if it `may` be asked and begins no new document."""
-    if len(tokens) < 2:  # a row without a target; the model needs a token
-        return tokens, np.full_like(tokens, IGNORE)
-    targets = tokens[1:].copy()
-    if may is not None:
-        targets[~may[1:]] = IGNORE
-    if documents is not None:
-        targets[documents[1:] != documents[:-1]] = IGNORE
-    return tokens[:-1], targets
-
-
-# The makers
-
-
-@dataclass(frozen=True)
-class Maker(ABC):
-    """Examples to batches."""
-
-    ahead: ClassVar[int] = 0
-    """How many tokens more than the model reads an example should have, since targets stand later."""
-
-    vocabulary: Vocabulary
-    model: c.ModelConfig
-
-    def raw_length(self, context: int) -> int:
-        """How long examples should be so that rows have `context` tokens, `ahead` not counted."""
-        return context
-
-    def batch(self, examples: Sequence[Example], random: np.random.Generator) -> Batch:
-        """One row per example, in order."""
-        return collate([self.row(example, random) for example in examples], self.vocabulary.pad)
-
-    @abstractmethod
-    def row(self, example: Example, random: np.random.Generator) -> Row:
-        """What the model sees of an example, and what it must answer."""
-
-    @property
-    def both(self) -> bool:
-        """Whether the model has an encoder and a decoder."""
-        return len(self.model.stacks) == 2
-
-    @cached_property
-    def reads_prefix(self) -> bool:
-        """Whether some attention sees a prefix as a whole."""
-        blocks = [block for stack in self.model.stacks.values() for block in stack.blocks]
-        return any("prefix_length" in block.attention.pattern.fields for block in blocks)
-
-    def translated(self, source: Ints, target: Ints) -> Row:
-        """The target from the source: encoder and decoder, or one decoder that reads source and target in a row."""
-        if self.both:
-            starts = self.vocabulary.starts()
-            sizes = range(min(len(starts), len(target)), -1, -1)
-            there = next(size for size in sizes if starts[len(starts) - size :] == tuple(target[:size]))
-            whole = np.concatenate([ints(starts), target[there:]])
-            tokens, targets = shifted(whole, np.arange(len(whole)) >= len(starts))
-            return Row({"tokens": tokens, "source": source}, targets)
-        whole = np.concatenate([source, target])
-        tokens, targets = shifted(whole, np.arange(len(whole)) >= len(source))
-        return Row({"tokens": tokens} | self.prefix(len(source)), targets)
-
-    def prefix(self, length: int) -> dict[str, Ints]:
-        """The argument that says how long the prefix is, for models that read it."""
-        return {"prefix_length": ints(length)} if self.reads_prefix else {}
-
-    def framed(self, text: Ints) -> Ints:
-        """One text with its frame, cut to what the model takes."""
-        frame = self.vocabulary.frame
-        room = self.model.max_seq_len - len(frame.before) - len(frame.after)
-        return frame.one(text[:room])
-
-    def alongside(self, values: Ints, filler: int) -> Ints:
-        """What is known of the tokens of a text, for its framed form; `filler` for the frame."""
-        frame = self.vocabulary.frame
-        room = self.model.max_seq_len - len(frame.before) - len(frame.after)
-        return np.pad(values[:room], (len(frame.before), len(frame.after)), constant_values=filler)
-
-    def paired(self, first: Ints, second: Ints, *, keep_first: bool = False) -> tuple[dict[str, Ints], int]:
-        """Two texts with their frame, as inputs, and where the second begins; the longer is cut until both fit."""
-        frame = self.vocabulary.frame
-        first, second = first[frame.bare(first)], second[frame.bare(second)]
-        room = self.model.max_seq_len - len(frame.before) - len(frame.middle) - len(frame.after)
-        left = len(first) if keep_first else max(room // 2, room - len(second))
-        first = first[: min(left, room)]
-        second = second[: room - len(first)]
-        tokens, segments = frame.two(first, second)
-        inputs = {"tokens": tokens} | ({"segments": segments} if self.model.embedding.n_segments > 1 else {})
-        return inputs, len(frame.before) + len(first) + len(frame.middle)
-
-    def with_end(self, tokens: Ints) -> Ints:
-        """The tokens, ended by EOS once."""
-        eos = self.vocabulary.specials.eos
-        return tokens if eos is None or tuple(tokens[-1:]) == (eos,) else np.append(tokens, eos)
 
 
 @dataclass(frozen=True)
@@ -164,7 +65,7 @@ class Prefix(Maker):
     """The start is at most this share of the text, of which one token at least remains."""
 
     def row(self, example: Example, random: np.random.Generator) -> Row:
-        _one_document(example)
+        one_document(example)
         if example.source is not None:
             return self.translated(example.source, example.tokens)
         size = len(example.tokens)
@@ -192,7 +93,7 @@ class SpanCorruption(Maker):
     mean_length: float = 3.0
 
     def row(self, example: Example, random: np.random.Generator) -> Row:
-        _one_document(example)
+        one_document(example)
         frame, sentinels = self.vocabulary.frame, self.vocabulary.sentinels
         if not len(sentinels):
             raise DataError("tokenizer: has no sentinels <extra_id_0>, <extra_id_1> ...; span corruption needs them")
@@ -250,36 +151,64 @@ class Masked(Maker):
         """One row per example; with `next_sentence`, `pairs` says whether the row goes on as the text did (0)."""
         if not self.next_sentence:
             return super().batch(examples, random)
-        if len(examples) < 2:
+        if len(examples) < self.least:
             raise DataError("batch: next_sentence takes other ends from the batch; give at least 2 examples")
-        texts = [example.tokens[self.vocabulary.frame.bare(example.tokens)] for example in examples]
-        if min(len(text) for text in texts) < 2:
-            raise DataError("example: a text of fewer than 2 tokens has no start and end; leave it out")
-        halves = [np.split(text, [int(random.integers(1, len(text)))]) for text in texts]
+        texts = [self.halves(example, random) for example in examples]
         other = random.random(len(texts)) < 0.5
         rows = []
-        for index, (first, second) in enumerate(halves):
+        for index, (first, second) in enumerate(texts):
             if other[index]:
-                second = halves[(index + int(random.integers(1, len(texts)))) % len(texts)][1]
-            inputs, _ = self.paired(first, second)
-            rows.append(self.hidden(inputs, None, random))
+                second = texts[(index + int(random.integers(1, len(texts)))) % len(texts)][1]
+            inputs, start = self.paired(first.tokens, second.tokens)
+            may = self.both_may(first, second, start, len(inputs["tokens"]))
+            rows.append(self.hidden(inputs, None, may, random))
         return collate(rows, self.vocabulary.pad, pairs=other.astype(np.int64))
 
+    @property
+    def least(self) -> int:
+        return 2 if self.next_sentence else 1
+
+    def halves(self, example: Example, random: np.random.Generator) -> tuple[Example, Example]:
+        """A text's start and its end."""
+        one_document(example)
+        text = self.vocabulary.frame.bare(example.tokens)
+        tokens = example.tokens[text]
+        if len(tokens) < 2:
+            raise DataError("example: a text of fewer than 2 tokens has no start and end; leave it out")
+        cut = int(random.integers(1, len(tokens)))
+        may = None if example.answers is None else example.answers[text]
+        start = Example(tokens[:cut], answers=None if may is None else may[:cut])
+        return start, Example(tokens[cut:], answers=None if may is None else may[cut:])
+
+    def both_may(self, first: Example, second: Example, start: int, length: int) -> Bools | None:
+        """(length,): which tokens of a framed pair may be asked, the second of which begins at `start`."""
+        if first.answers is None and second.answers is None:
+            return None
+        frame, may = self.vocabulary.frame, np.ones(length, np.bool_)
+        places = ((first, len(frame.before), start - len(frame.middle)), (second, start, length - len(frame.after)))
+        for text, begin, end in places:
+            if text.answers is not None:
+                may[begin:end] = text.answers[: end - begin]
+        return may
+
     def row(self, example: Example, random: np.random.Generator) -> Row:
-        tokens, words = example.tokens, example.words
+        tokens, words, may = example.tokens, example.words, example.answers
         if example.documents is not None:  # packed texts come with what stands between them
-            return self.hidden({"tokens": tokens, "documents": example.documents}, words, random)
+            return self.hidden({"tokens": tokens, "documents": example.documents}, words, may, random)
         text = self.vocabulary.frame.bare(tokens)
         words = None if words is None else self.alongside(words[text], -1)
-        return self.hidden({"tokens": self.framed(tokens[text])}, words, random)
+        may = None if may is None else self.alongside(may[text].astype(np.int64), 0).astype(np.bool_)
+        return self.hidden({"tokens": self.framed(tokens[text])}, words, may, random)
 
-    def hidden(self, inputs: dict[str, Ints], words: Ints | None, random: np.random.Generator) -> Row:
+    def hidden(
+        self, inputs: dict[str, Ints], words: Ints | None, may: Bools | None, random: np.random.Generator
+    ) -> Row:
         """The row with some of its tokens hidden."""
         mask, tokens = self.vocabulary.specials.mask, inputs["tokens"].copy()
         if mask is None:
             raise DataError("tokenizer: has no mask token; masked objectives need one")
         targets = np.full_like(tokens, IGNORE)
-        chosen = self.choose(tokens, words, random)
+        chosen = self.choose(tokens, words, may, random)
         targets[chosen] = tokens[chosen]
         draw = random.random(len(chosen))
         ordinary = self.vocabulary.ordinary
@@ -288,9 +217,11 @@ class Masked(Maker):
         tokens[chosen] = np.where(draw < self.mask, mask, unmasked)
         return Row(inputs | {"tokens": tokens}, targets)
 
-    def choose(self, tokens: Ints, words: Ints | None, random: np.random.Generator) -> Ints:
-        """Indices of `share` of the tokens that are no special ones, at least one; whole words while they fit."""
-        candidates = np.flatnonzero(~self.vocabulary.special[tokens])
+    def choose(self, tokens: Ints, words: Ints | None, may: Bools | None, random: np.random.Generator) -> Ints:
+        """Indices of `share` of the tokens that may be asked and are no special ones, at least one of them; whole words
+        while they fit."""
+        asked = ~self.vocabulary.special[tokens]
+        candidates = np.flatnonzero(asked if may is None else asked & may)
         if not len(candidates):
             return candidates
         count = max(1, round(self.share * len(candidates)))
@@ -307,67 +238,6 @@ class Masked(Maker):
         return candidates[np.isin(word, taken or [order[sizes[order].argmin()]])]
 
 
-@dataclass(frozen=True)
-class Classify(Maker):
-    """The class of a text, or of a pair."""
-
-    def row(self, example: Example, random: np.random.Generator) -> Row:
-        label = _labels(example, "a class")
-        if example.source is not None:
-            return Row(self.paired(example.source, example.tokens)[0], label.reshape(()))
-        text = example.tokens[self.vocabulary.frame.bare(example.tokens)]
-        return Row({"tokens": self.framed(text)}, label.reshape(()))
-
-
-@dataclass(frozen=True)
-class Tag(Maker):
-    """The class of each word, or of each token where no words are given."""
-
-    first_piece: bool = True
-    """Whether only a word's first piece is asked; otherwise all of them are, for the same class."""
-
-    def row(self, example: Example, random: np.random.Generator) -> Row:
-        labels, words = _labels(example, "classes"), example.words
-        if words is not None:
-            whole = np.where(words < 0, IGNORE, labels[words.clip(min=0)])
-            later = np.concatenate([[False], words[1:] == words[:-1]])
-            labels = np.where(later, IGNORE, whole) if self.first_piece else whole
-        if len(labels) != len(example.tokens):
-            raise DataError(f"example: {len(labels)} labels for {len(example.tokens)} tokens; give one for each")
-        text = self.vocabulary.frame.bare(example.tokens)
-        return Row({"tokens": self.framed(example.tokens[text])}, self.alongside(labels[text], IGNORE))
-
-
-@dataclass(frozen=True)
-class FindSpan(Maker):
-    """Where the passage (`tokens`) answers the question (`source`); labels count in the passage, -1 is no answer.
-
-    No answer is the first token of the row (Devlin 2018, 4.3). Nothing is asked where the answer was cut off.
-    """
-
-    def row(self, example: Example, random: np.random.Generator) -> Row:
-        if example.source is None:
-            raise DataError("example: has no question; give it as the source")
-        label, text = _labels(example, "a span"), self.vocabulary.frame.bare(example.tokens)
-        inputs, start = self.paired(example.source, example.tokens, keep_first=True)
-        if (label < 0).all():
-            return Row(inputs, np.zeros(2, np.int64))
-        targets = label - text.start + start
-        inside = len(inputs["tokens"]) - len(self.vocabulary.frame.after)
-        return Row(inputs, targets if targets.max() < inside else np.full(2, IGNORE, np.int64))
-
-
-def _one_document(example: Example) -> None:
-    if example.documents is not None:
-        raise DataError("example: several documents in one row; leave data.documents out for this objective")
-
-
-def _labels(example: Example, what: str) -> Ints:
-    if example.labels is None:
-        raise DataError(f"example: has no labels; this objective needs {what}")
-    return ints(example.labels)
-
-
 _MAKERS: dict[type[training.Objective], type[Maker]] = {
     training.NextToken: NextToken,
     training.Answers: Answers,
@@ -378,11 +248,14 @@ _MAKERS: dict[type[training.Objective], type[Maker]] = {
     training.Classify: Classify,
     training.Tag: Tag,
     training.FindSpan: FindSpan,
+    training.Prefer: Prefer,
 }
 
 
-def make(objective: training.Objective, vocabulary: Vocabulary, model: c.ModelConfig) -> Maker:
+def make(
+    objective: training.Objective, vocabulary: Vocabulary, model: c.ModelConfig, context: int | None = None
+) -> Maker:
     """The maker that an objective's config describes; fields of the same name are its settings."""
     maker, said = _MAKERS[type(objective)], type(objective).model_fields
     settings = {one.name: getattr(objective, one.name) for one in fields(maker) if one.name in said}
-    return maker(vocabulary, model, **settings)
+    return maker(vocabulary, model, context=context, **settings)

@@ -9,22 +9,34 @@ from pathlib import Path
 
 import torch
 
-from qkv.config import ModelConfig
-from qkv.config.recipe import Lora, Recipe
-from qkv.config.training import Classify, FindSpan, Masked, Objective, SpanCorruption, Tag
+from qkv.config import Classifier, MaskedLanguageModel, ModelConfig, TokenClassifier
+from qkv.config.recipe import Lora, ModelSource, Recipe
+from qkv.config.training import Masked, NextToken, Objective, SpanCorruption
 from qkv.errors import ConfigError
 from qkv.model import TextModel, build, load
+from qkv.model.weights import skeleton
 from qkv.nn import Transformer
 from qkv.text import ByteTokenizer, Tokenizer, tokenizer_from
 from qkv.text.folder import read_folder
-from qkv.text.training import train_bpe
+from qkv.text.training import train_bpe_for
 from qkv.train.adapters import add_adapter, quantise_base
-from qkv.train.data import Shards, Stream, prepare, training_texts
+from qkv.train.data import (
+    CLASSES,
+    Contiguous,
+    Shards,
+    Stream,
+    names_beside,
+    prepare,
+    training_classes,
+    training_texts,
+)
 from qkv.train.loss import Loss
-from qkv.train.objectives import Maker, make
+from qkv.train.maker import Maker
+from qkv.train.objectives import make
 from qkv.train.vocabulary import Vocabulary
 
 TOKENIZER = "tokenizer.json"
+_LEARNED = "train-bpe:4096, which learns one for the objective"
 
 
 @dataclass(frozen=True)
@@ -36,39 +48,91 @@ class Parts:
     loss: Loss
     train: Shards
     valid: Shards
+    memory: int = 0
+    """How many tokens of earlier segments the model recalls."""
+    classes: tuple[str, ...] = ()
+    """The names of the classes, in the order of their numbers, where the data has any."""
 
-    def stream(self, recipe: Recipe) -> Stream:
+    def stream(self, recipe: Recipe) -> Stream | Contiguous:
         """The training examples, from the first on."""
         data, run = recipe.data, recipe.run
+        if self.memory:
+            return Contiguous(self.train, data.context, run.batch, ahead=self.maker.ahead)
         length = self.maker.raw_length(data.context)
         return Stream(self.train, length, run.batch, run.seed, data.documents, ahead=self.maker.ahead)
 
 
-def parts_of(recipe: Recipe, *, begun: bool = False) -> Parts:
+def parts_of(recipe: Recipe, *, begun: bool = False, empty: bool = False) -> Parts:
     """Make or open everything; texts are tokenised into the run's folder if they are not there yet.
 
     begun: whether the tokenizer in that folder is the run's, and not that of an attempt which was refused.
+    empty: whether a new model comes without weights, for somebody who takes only a share of them.
     """
     folder, data = Path(recipe.run.folder), recipe.data
     source = recipe.model
     loaded = None if source.checkpoint is None else load(source.checkpoint, dtype=torch.float32)
     tokenizer = _tokenizer(recipe, loaded, begun)
     vocabulary = Vocabulary.of(tokenizer)
+    if loaded is not None and source.overrides:
+        loaded = _with_head(loaded, source)
     if loaded is None:
         config = source.architecture
         assert config is not None, "a recipe names a checkpoint or an architecture"
         _check(recipe, config, vocabulary)
-        lm = TextModel(build(config, seed=source.seed, device=_device(recipe)), tokenizer)
+        model = skeleton(config) if empty else build(config, seed=source.seed, device=_device(recipe))
+        lm = TextModel(model, tokenizer)
     else:
         _check(recipe, loaded.config, vocabulary)
         lm = TextModel(loaded.model.to(_device(recipe)), tokenizer, loaded.family, token_ids=loaded.token_ids)
     if recipe.lora is not None:
         _adapt(lm.model, recipe.lora, recipe.model.seed)
-    maker = make(recipe.objective, vocabulary, lm.config)
+    maker = make(recipe.objective, vocabulary, lm.config, data.context)
+    classes = _classes(recipe, lm.config, begun)
     train, valid = (
-        prepare(data, tokenizer, folder / "data", split, separator=data.separator) for split in ("train", "valid")
+        prepare(data, tokenizer, folder / "data", split, separator=data.separator, classes=classes)
+        for split in ("train", "valid")
     )
-    return Parts(lm, maker, Loss.of(recipe.objective, lm.config), train, valid)
+    memory = recipe.objective.memory if isinstance(recipe.objective, NextToken) else 0
+    return Parts(lm, maker, Loss.of(recipe.objective, lm.config), train, valid, memory, classes)
+
+
+def _with_head(loaded: TextModel, source: ModelSource) -> TextModel:
+    """A saved model with another head, whose weights are new where no tensor of the old one is the same."""
+    config = loaded.config.override(source.overrides)
+    if config == loaded.config:
+        return loaded
+    model, before = build(config, seed=source.seed), loaded.model.state_dict()
+    new, same = model.state_dict(), config.head.kind == loaded.config.head.kind
+    for name, tensor in before.items():
+        # What a class or a token is differs from head to head; a pooler is the same one in all of BERT's.
+        kept = same or not name.startswith("head.") or name.startswith("head.pooler.")
+        if kept and name in new and new[name].shape == tensor.shape:
+            new[name].copy_(tensor)
+    named = same and not isinstance(config.head, MaskedLanguageModel)  # with a second head, files have another name
+    return TextModel(model, loaded.tokenizer, loaded.family if named else None, token_ids=loaded.token_ids)
+
+
+def _classes(recipe: Recipe, model: ModelConfig, begun: bool) -> tuple[str, ...]:
+    """The names of the classes, kept in the run's folder; refused if the head has another number of them."""
+    if recipe.data.format not in ("labelled", "tagged"):
+        return ()
+    kept = Path(recipe.run.folder) / CLASSES
+    if begun and kept.is_file():
+        return tuple(json.loads(kept.read_text(encoding="utf-8")))
+    head = model.head
+    assert isinstance(head, Classifier | TokenClassifier)
+    known = () if recipe.model.checkpoint is None else names_beside(recipe.model.checkpoint)
+    names = training_classes(recipe.data, known if len(known) == head.n_classes else ())
+    numbered = names == tuple(str(number) for number in range(len(names)))
+    if len(names) > head.n_classes or (len(names) < head.n_classes and not numbered):
+        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise ConfigError(
+            f"model.overrides.head.n_classes: the head has {head.n_classes} classes, the texts {len(names)} ({shown}); "
+            f"set it to {len(names)}"
+        )
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
+    return names
 
 
 def _adapt(model: Transformer, lora: Lora, seed: int) -> None:
@@ -92,9 +156,7 @@ def _device(recipe: Recipe) -> str:
 
 def _check(recipe: Recipe, config: ModelConfig, vocabulary: Vocabulary) -> None:
     """What a recipe cannot know before its model and its tokenizer are there."""
-    problems = [f"model.{path}: {what}" for path, what in recipe.objective.misfits(config)]
-    if recipe.model.checkpoint is not None and recipe.model.overrides:
-        problems.append("model.overrides: a checkpoint has the architecture that it was trained with; leave them out")
+    problems = [f"{path}: {what}" for path, what in recipe.misfits(config)]
     if vocabulary.size > config.vocab_size:
         problems.append(
             f"model.overrides.vocab_size: the tokenizer has {vocabulary.size} entries, the model "
@@ -109,11 +171,9 @@ def _lacks(objective: Objective, vocabulary: Vocabulary) -> Iterator[str]:
     """What the objective asks for and neither the tokenizer nor the trainer has."""
     match objective:
         case Masked() if vocabulary.specials.mask is None:
-            yield "tokenizer: has no mask token; objective 'masked' needs one"
+            yield f"tokenizer: has no mask token; objective 'masked' needs one: take {_LEARNED}"
         case SpanCorruption() if not len(vocabulary.sentinels):
-            yield "tokenizer: has no sentinels <extra_id_0>, <extra_id_1> ...; objective 'span-corruption' needs them"
-        case Classify() | Tag() | FindSpan():
-            yield f"objective.kind: labels for {objective.kind!r} cannot be read from files yet; choose another"
+            yield f"tokenizer: has no sentinels <extra_id_0> ...; 'span-corruption' needs them: take {_LEARNED}"
 
 
 def _tokenizer(recipe: Recipe, loaded: TextModel | None, begun: bool) -> Tokenizer:
@@ -132,7 +192,8 @@ def _tokenizer(recipe: Recipe, loaded: TextModel | None, begun: bool) -> Tokeniz
     kept = Path(recipe.run.folder) / TOKENIZER
     if begun and kept.is_file():
         return tokenizer_from(json.loads(kept.read_text(encoding="utf-8")))
-    learned = train_bpe(training_texts(recipe.data, separator=recipe.data.separator), recipe.entries)
+    texts = training_texts(recipe.data, separator=recipe.data.separator)
+    learned = train_bpe_for(recipe.objective.vocabulary, texts, recipe.entries)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(dict(learned.to_dict())), encoding="utf-8")
     return learned

@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from qkv.config.recipe import Run
 from qkv.nn import Output, Transformer
+from qkv.train.parallel.strategy import ALONE, Strategy
 
 
 @dataclass
@@ -28,9 +29,10 @@ class Precision:
     dtype: torch.dtype | None
     """None: float32 throughout."""
     scaler: torch.amp.GradScaler | None
+    strategy: Strategy = ALONE
 
     @classmethod
-    def of(cls, run: Run, model: Transformer) -> Precision:
+    def of(cls, run: Run, model: Transformer, strategy: Strategy = ALONE) -> Precision:
         """What the recipe asks for; blocks are compiled and recomputed here, too."""
         device = next(model.parameters()).device.type
         dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[run.precision]
@@ -40,15 +42,14 @@ class Precision:
                 block.forward = partial(_recomputed, block.forward)
             if run.compile:
                 block.compile()
-        return cls(model, dtype, torch.amp.GradScaler(device) if run.precision == "fp16" else None)
+        return cls(model, dtype, torch.amp.GradScaler(device) if run.precision == "fp16" else None, strategy)
 
     def call(self, **inputs: Any) -> Output:
         """The model in its precision; what leaves it is float32."""
         if self.dtype is None:
-            whole: Output = self.model(**inputs)
-            return whole
+            return self.strategy.call(self.model, inputs)
         with torch.autocast(next(self.model.parameters()).device.type, self.dtype):
-            output: Output = self.model(**inputs)
+            output = self.strategy.call(self.model, inputs)
         logits = None if output.logits is None else output.logits.float()
         return replace(output, logits=logits, hidden=output.hidden.float())
 
@@ -61,10 +62,10 @@ class Precision:
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        total = self.strategy.norm(self.model, [p.grad for p in parameters if p.grad is not None])
         norm = float(total)
-        if clip and math.isfinite(norm):
-            nn.utils.clip_grads_with_norm_(parameters, clip, total)
+        if clip and math.isfinite(norm) and norm + 1e-6 > clip:  # below, the factor is 1
+            self.strategy.clip(parameters, clip, total)
         if self.scaler is not None:
             self.scaler.step(optimizer)
             self.scaler.update()

@@ -8,11 +8,12 @@ the same steps, to the bit on a CPU with the same number of threads: weights, op
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,23 @@ from torch import Tensor, nn
 
 from qkv.config.decoding import Sampling
 from qkv.config.recipe import Recipe
+from qkv.config.training import Masked, Prefer
 from qkv.errors import CheckpointError, ConfigError, DataError, GenerationError, TrainingError
 from qkv.nn import Transformer
+from qkv.nn.recall import Recall
 from qkv.train import checkpoints
 from qkv.train.adapter_files import save_adapter
 from qkv.train.adapters import adapter_state, merge
-from qkv.train.batch import Batch, Example
-from qkv.train.data import every_row
-from qkv.train.journal import Journal
-from qkv.train.loss import Setting, loss_sum, step_gradients
+from qkv.train.allocator import keep_freed_memory
+from qkv.train.batch import Batch
+from qkv.train.data import CLASSES, Contiguous
+from qkv.train.heldout import HeldOut, Measured
+from qkv.train.loss import loss_sum, pair_head, step_gradients
 from qkv.train.optimizers import make_optimizer, set_rate
+from qkv.train.parallel.strategy import ALONE, Strategy, strategy_of
 from qkv.train.parts import Parts, parts_of
 from qkv.train.precision import Precision
+from qkv.train.preference import Reference, frozen_copy
 from qkv.train.schedule import rate
 
 RECIPE = "recipe.toml"
@@ -58,6 +64,22 @@ class Report:
     """On the held-out texts, where this step ended with an evaluation."""
     sample: str | None = None
     """A text that the model wrote, where this step ended with one."""
+    pair_loss: float | None = None
+    """Per row, of the head that tells whether two segments follow each other."""
+    valid_accuracy: float | None = None
+    """Of classes, or of spans."""
+    valid_pair_loss: float | None = None
+    valid_pair_accuracy: float | None = None
+
+    def with_valid(self, found: Measured) -> Report:
+        """With the figures of the held-out texts."""
+        return replace(
+            self,
+            valid_loss=found.loss,
+            valid_accuracy=found.accuracy,
+            valid_pair_loss=found.pair_loss,
+            valid_pair_accuracy=found.pair_accuracy,
+        )
 
     def entry(self) -> dict[str, Any]:
         """The step as a line of the log."""
@@ -67,27 +89,43 @@ class Report:
 class Trainer:
     """One run."""
 
-    def __init__(self, recipe: Recipe, parts: Parts) -> None:
-        self.recipe, self.parts, self.model = recipe, parts, parts.lm.model
-        self.optimizer = make_optimizer(self.model, recipe.optimizer)
+    def __init__(self, recipe: Recipe, parts: Parts, strategy: Strategy = ALONE) -> None:
+        self.recipe, self.parts, self.model, self.strategy = recipe, parts, parts.lm.model, strategy
+        if strategy.processes > 1 and (parts.memory or isinstance(recipe.objective, Prefer)):
+            what = "objective.memory" if parts.memory else "objective.kind"
+            raise ConfigError(f"{what}: what one step leaves to the next is in one process only; start one")
+        before = frozen_copy(self.model) if isinstance(recipe.objective, Prefer) else None
+        strategy.divide(recipe, self.model)
+        self.optimizer = strategy.optimizer(make_optimizer(self.model, recipe.optimizer))
         self.stream = parts.stream(recipe)
-        self.precision = Precision.of(recipe.run, self.model)
+        self.recall = Recall.empty(parts.memory) if parts.memory else None
+        asks = isinstance(recipe.objective, Masked) and recipe.objective.next_sentence
+        self.pair_head = pair_head(self.model) if asks else None
+        self.precision = Precision.of(recipe.run, self.model, strategy)
+        self.reference = None
+        if before is not None:
+            rows, run = recipe.run.micro_batch or recipe.run.batch, replace(self.precision, model=before).call
+            self.reference = Reference(before, run, rows)
+        self.held_out = HeldOut(recipe, parts, strategy, self.reference)
         self.step = 0
         self.ema: dict[str, Tensor] | None = None
         if recipe.run.ema is not None:
             self.ema = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
-        self.journal = Journal(Path(recipe.run.folder), recipe.log)
+        self.journal = strategy.journal(recipe)
 
     @classmethod
     def start(cls, recipe: Recipe) -> Trainer:
         """A new run; refused where its folder holds one already."""
-        folder = Path(recipe.run.folder)
+        folder, strategy = Path(recipe.run.folder), strategy_of(recipe)
         if (folder / RECIPE).exists() or checkpoints.folders(folder):
             raise ConfigError(f"run.folder: {folder} holds a run already; resume it, or choose another folder")
-        trainer = cls(recipe, parts_of(recipe))
+        with strategy.first():
+            parts = parts_of(recipe, begun=not strategy.main, empty=strategy.divided)
+        trainer = cls(recipe, parts, strategy)
         trainer._try_data()
         # Last: what is refused before has begun no run.
-        (folder / RECIPE).write_text(recipe.to_toml(), encoding="utf-8")
+        if strategy.main:
+            (folder / RECIPE).write_text(recipe.to_toml(), encoding="utf-8")
         return trainer
 
     @classmethod
@@ -97,7 +135,10 @@ class Trainer:
         if not (folder / RECIPE).is_file():
             raise CheckpointError(f"run.folder: {folder} holds no run; start one without resuming")
         _same(Recipe.read(folder / RECIPE), recipe)
-        trainer = cls(recipe, parts_of(recipe, begun=True))
+        strategy = strategy_of(recipe)
+        with strategy.first():
+            parts = parts_of(recipe, begun=True, empty=strategy.divided)
+        trainer = cls(recipe, parts, strategy)
         saved = checkpoints.folders(folder)
         if saved:
             trainer._restore(saved[-1])
@@ -107,6 +148,7 @@ class Trainer:
     def run(self) -> Iterator[Report]:
         """The steps that remain; the model is left in evaluation mode."""
         run, began = self.recipe.run, time.monotonic()
+        keep_freed_memory()
         while self.step < run.steps:
             self.step += 1
             report = self._step(began)
@@ -114,7 +156,8 @@ class Trainer:
             self.journal.write(report.entry())
             if self._in_turn(self.step):
                 self._save()
-                checkpoints.tidy(Path(run.folder), run.keep, self._in_turn)
+                if self.strategy.main:
+                    checkpoints.tidy(Path(run.folder), run.keep, self._in_turn)
             yield report
         self._finish()
 
@@ -135,41 +178,41 @@ class Trainer:
         value = rate(self.recipe.schedule, self.step, run.steps, self.model.config.d_model)
         set_rate(self.optimizer, value)
         self.model.train()
-        torch.manual_seed(_mixed(run.seed, self.step))
+        torch.manual_seed(self.strategy.seed(run.seed, self.step))
         self.optimizer.zero_grad(set_to_none=True)
         found = step_gradients(
             self.model,
-            batch.split(run.micro_batch or run.batch),
+            self.strategy.share(batch).split(run.micro_batch or run.batch),
             self.parts.loss,
-            Setting(run=self.precision.call, scale=self.precision.scaled),
+            replace(self.strategy.setting(self.precision, batch), pair_head=self.pair_head, rows=batch.rows),
         )
-        loss = float(found.mean)
+        loss = self.strategy.total(found.mean)
         if not math.isfinite(loss):
             raise TrainingError(self._what_broke(batch, loss))
+        self.recall = found.recall
         norm = self.precision.update(self.optimizer, run.clip)
         if not math.isfinite(norm) and self.precision.exhausted:
             raise TrainingError(self._what_broke(batch, loss))
         self._follow()
         self.model.eval()
-        valid = self.valid_loss() if _due(run.eval_every, self.step, run.steps) else None
+        valid = self.measured() if _due(run.eval_every, self.step, run.steps) else None
         sample = self._sample() if run.sample_every and self.step % run.sample_every == 0 else None
-        return Report(self.step, loss, value, norm, found.count, time.monotonic() - began, valid, sample)
+        pairs, seconds = None if found.pairs is None else self.strategy.total(found.pairs), time.monotonic() - began
+        report = Report(self.step, loss, value, norm, found.count, seconds, sample=sample, pair_loss=pairs)
+        return report if valid is None else report.with_valid(valid)
 
     def _try_data(self) -> None:
         """What examples lack is said now, and not at the first step or the first evaluation."""
         random = _random(self.recipe.run.seed, 0)
-        first = next(self._valid_rows(), None)
-        if first is None:
+        self.parts.maker.batch(next(self.parts.stream(self.recipe)), random)
+        if next(self.held_out.batches(), None) is None:
             raise DataError("data: no held-out text fits into a row; raise data.context, or give other data.valid")
-        for examples in (next(self.parts.stream(self.recipe)), [first]):
-            self.parts.maker.batch(examples, random)
-
-    def _valid_rows(self) -> Iterator[Example]:
-        data, maker = self.recipe.data, self.parts.maker
-        return every_row(self.parts.valid, maker.raw_length(data.context), data.documents, ahead=maker.ahead)
 
     def _batch(self) -> Batch:
-        return self.parts.maker.batch(next(self.stream), _random(self.recipe.run.seed, self.step))
+        if isinstance(self.stream, Contiguous) and self.stream.begins:
+            self.recall = Recall.empty(self.parts.memory)
+        batch = self.parts.maker.batch(next(self.stream), _random(self.recipe.run.seed, self.step))
+        return replace(batch, recall=self.recall) if self.reference is None else self.reference.beside(batch)
 
     def _follow(self) -> None:
         """Move the average of the weights."""
@@ -180,31 +223,17 @@ class Trainer:
             for name, tensor in self.model.named_parameters():
                 self.ema[name].lerp_(tensor, share)
 
-    @torch.no_grad()
     def valid_loss(self) -> float:
         """The mean loss of the held-out texts' targets, each once."""
-        run, maker = self.recipe.run, self.parts.maker
-        random = _random(run.seed, 0)
-        total, count, waiting = 0.0, 0, []
-        self.model.eval()
-        device = next(self.model.parameters()).device
-        for example in self._valid_rows():
-            waiting.append(example)
-            if len(waiting) == (run.micro_batch or run.batch):
-                total, count, waiting = *self._added(maker.batch(waiting, random), device, total, count), []
-        if waiting:
-            total, count = self._added(maker.batch(waiting, random), device, total, count)
-        return total / count if count else math.nan
+        return self.measured().loss
 
-    def _added(self, batch: Batch, device: torch.device, total: float, count: int) -> tuple[float, int]:
-        if not batch.count:
-            return total, count
-        found, n = loss_sum(self.model, batch.to(device), run=self.precision.call)
-        return total + float(found), count + n
+    def measured(self) -> Measured:
+        """All figures of the held-out texts."""
+        return self.held_out.measured(self.model, self.precision.call)
 
     def _sample(self) -> str | None:
         """A text that begins as a held-out one does."""
-        lm, first = self.parts.lm, next(self._valid_rows())
+        lm, first = self.parts.lm, next(self.held_out.examples())
         assert lm.tokenizer is not None
         room = lm.config.max_seq_len
         read = first.tokens[: min(16, room // 2)] if first.source is None else first.source[:room]
@@ -213,27 +242,33 @@ class Trainer:
             return prompt + lm.generate(prompt, min(48, room // 2), decoding=decoding).text
         except GenerationError:
             return None  # this model does not write
+        finally:
+            self.strategy.rest(self.model)
 
     def _save(self) -> None:
         training: dict[str, Any] = {
-            "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.state(),
             "adapters": adapter_state(self.model),
         }
         if self.ema is not None:
             training["ema"] = self.ema
+        if self.recall is not None:
+            training["recall"] = {"seen": self.recall.seen, "layers": list(self.recall.layers)}
         saved = checkpoints.Saved(self.step, self.stream.state(), training)
-        checkpoints.write(Path(self.recipe.run.folder), self.parts.lm, saved)
+        self.strategy.write(Path(self.recipe.run.folder), self.parts.lm, self.optimizer, saved)
 
     def _restore(self, folder: Path) -> None:
-        saved = checkpoints.read(folder)
-        self.model.load_state_dict(checkpoints.weights(folder))
+        saved = self.strategy.read(folder, self.model, self.optimizer)
         self.model.load_state_dict(dict(saved.training["adapters"]), strict=False)
-        self.optimizer.load_state_dict(dict(saved.training["optimizer"]))
         self.precision.restore(saved.training["scaler"])
         if self.ema is not None:
             for name, tensor in self.ema.items():
                 tensor.copy_(saved.training["ema"][name])
+        if self.recall is not None:
+            kept, device = saved.training["recall"], next(self.model.parameters()).device
+            self.recall = replace(
+                self.recall, seen=kept["seen"], layers=tuple(layer.to(device) for layer in kept["layers"])
+            )
         self.stream.restore(saved.data)
         self.step = saved.step
 
@@ -247,9 +282,15 @@ class Trainer:
             self.model.load_state_dict(checkpoints.average(checkpoints.weights(folder) for folder in last))
         self.model.eval()
         if self.recipe.lora is not None:
-            save_adapter(self.model, run / "adapter")
+            if self.strategy.main:
+                save_adapter(self.model, run / "adapter")
             merge(self.model)
-        self.parts.lm.save(run / "model")
+        names = run / "model" / CLASSES
+        if self.strategy.main:
+            names.unlink(missing_ok=True)  # a model that takes another's place leaves no file of others
+        self.strategy.save_model(self.parts.lm, run / "model")
+        if self.parts.classes and self.strategy.main:
+            names.write_text(json.dumps(self.parts.classes, ensure_ascii=False), encoding="utf-8")
         self.journal.close()
 
     def _what_broke(self, batch: Batch, loss: float) -> str:
@@ -257,20 +298,20 @@ class Trainer:
         where = "in the loss itself"
         if math.isfinite(loss):
             gradients = ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
-            where = f"but not the gradient of {next(name for name, g in gradients if not bool(g.isfinite().all()))}"
+            where = f"but not the gradient of {next(name for name, g in gradients if not self.strategy.finite(g))}"
         device, rows = next(self.model.parameters()).device, self.recipe.run.micro_batch or self.recipe.run.batch
         with _first_broken(self.model) as broken, torch.no_grad():
-            for part in batch.split(rows):
+            for part in self.strategy.share(batch).split(rows):
                 loss_sum(self.model, part.to(device), run=self.precision.call)
-        if broken:
-            where = f"first in the output of {broken[0]}"
-        weights = next((name for name, p in self.model.named_parameters() if not bool(p.isfinite().all())), None)
+        first = self.strategy.said(broken[0] if broken else None)
+        if first is not None:
+            where = f"first in the output of {first}"
+        weights = next((name for name, p in self.model.named_parameters() if not self.strategy.finite(p)), None)
         if weights is not None:
             where = f"the weights {weights} are no longer finite"
-        place = self.stream.position - self.recipe.run.batch
         return (
-            f"step {self.step}: the loss is {loss}, {where}; examples {place} to {self.stream.position - 1} of the "
-            "data. Lower schedule.peak, clip harder, or use fp32 or bf16; the last checkpoint is intact"
+            f"step {self.step}: the loss is {loss}, {where}; {self.stream.latest}. "
+            "Lower schedule.peak, clip harder, or use fp32 or bf16; the last checkpoint is intact"
         )
 
 
@@ -284,16 +325,11 @@ def _random(seed: int, step: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=seed, counter=step << 128))
 
 
-def _mixed(seed: int, step: int) -> int:
-    """A seed of its own for each step."""
-    return int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
 def _same(before: Recipe, now: Recipe) -> None:
-    """A run is taken up by the recipe that it began with; how long it goes and what it keeps may change."""
+    """A run is taken up by the recipe that it began with; its length, what it keeps and who shares it may change."""
     free = ("steps", "eval_every", "save_every", "keep", "sample_every", "device", "folder", "compile")
     for path in _differing(before.to_dict(), now.to_dict()):
-        if path.partition(".")[0] != "log" and path not in {f"run.{name}" for name in free}:
+        if path.partition(".")[0] not in ("log", "parallel") and path not in {f"run.{name}" for name in free}:
             raise ConfigError(
                 f"{path}: differs from what the run began with; take its own {RECIPE}, or choose another folder"
             )

@@ -87,7 +87,8 @@ def _with_rounded_weights(model: Transformer, precision: Precision) -> Transform
     for module, form in [*ours, *heads]:
         weight = module.get_parameter("weight").detach()
         packed = pack(weight.float().numpy(), form)
-        rounded = torch.from_numpy(unpack(packed, *weight.shape, form)).to(weight.dtype)
+        rows, columns = weight.shape
+        rounded = torch.from_numpy(unpack(packed, rows, columns, form)).to(weight.dtype)
         module.register_parameter("weight", nn.Parameter(rounded, requires_grad=False))
     return view
 
@@ -105,7 +106,10 @@ def _round_inputs(model: Transformer) -> None:
 
 def _codes(x: Tensor) -> Tensor:
     """8 bits in groups of 32 along the last axis, the largest 127."""
-    padded = nn.functional.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
-    step = padded.abs().amax(-1, keepdim=True) / 127
-    rounded = torch.where(step > 0, (padded / step).round(), 0) * step
-    return rounded.flatten(-2)[..., : x.shape[-1]]
+    width = x.shape[-1]
+    padded = nn.functional.pad(x, (0, -width % GROUP))
+    grouped = padded.view(*x.shape[:-1], -1, GROUP)
+    step = grouped.abs().amax(-1, keepdim=True) / 127
+    rounded = torch.where(step > 0, (grouped / step).round(), torch.zeros_like(grouped)) * step
+    whole: Tensor = rounded.view(padded.shape)[..., :width]
+    return whole

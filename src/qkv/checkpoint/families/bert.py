@@ -1,8 +1,8 @@
 """BERT with each of its heads; sentence encoders such as MiniLM are the bare model with its pooler.
 
-What the first pre-training files hold beyond the head that `architectures` names is ignored by a rule that says so:
-BERT's released files are those of `BertForPreTraining`, which is read as a masked LM; the next-sentence head of the
-same file is read by the same config with `architectures` changed to `BertForNextSentencePrediction`.
+`BertForPreTraining` is a masked LM with the next-sentence head beside it, where its file has one. What such a file
+holds beyond the head that `architectures` names is ignored by a rule that says so: BERT's released files name
+`BertForMaskedLM`; their next-sentence head alone is read with `BertForNextSentencePrediction`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,12 @@ def _family(
 
 FAMILIES = (
     _family("bert", "BertForMaskedLM", parts.masked(), parts.CLS, (_POOLER, _NEXT), _LM_TIED),
-    _family("bert-pretraining", "BertForPreTraining", parts.masked(), parts.CLS, (_POOLER, _NEXT), _LM_TIED),
+    _family(
+        "bert-pretraining", "BertForPreTraining", {**parts.masked(), "next_sentence": True},
+        (*parts.CLS, *parts.dense("bert.pooler.dense", "head.next_sentence.pooler"),
+         *parts.dense("cls.seq_relationship", "head.next_sentence.classifier")),
+        (), _LM_TIED, optional="cls.seq_relationship.weight", instead="bert",
+    ),
     _family(
         "bert-model", "BertModel", parts.POOLER, parts.dense("pooler.dense", "head.pooler"),
         optional="pooler.dense.weight", instead="bert-encoder",

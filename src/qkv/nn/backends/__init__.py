@@ -13,18 +13,23 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.errors import BackendError
-from qkv.nn.backends.base import Backend, Scoring
+from qkv.nn.backends.base import Backend, Relative, Scoring
 from qkv.nn.backends.eager import EAGER, attention_weights
 from qkv.nn.backends.flex import FLEX
 from qkv.nn.backends.sdpa import FLASH, SDPA
+from qkv.nn.backends.tiles import TILES
 from qkv.nn.backends.window import WINDOW
 from qkv.nn.context import AttentionPlan
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (FLASH, WINDOW, SDPA, FLEX, EAGER)}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (FLASH, WINDOW, SDPA, FLEX, EAGER, TILES)}
 
-# Measured on two cores: causal flash 38 ms, masked SDPA 63 ms (T 2048); a window of 256 in 4096 by chunks is 6 times
-# faster than masked. FlexAttention compiles for 10 s and has no backward on a CPU: only when forced.
-ORDER = {"cpu": ("flash", "window", "sdpa", "eager"), "cuda": ("flash", "window", "flex", "sdpa", "eager")}
+# Measured (benchmarks/attention.py): causal flash 38 ms, masked SDPA 63 ms (T 2048); in 4096 tokens a window of 256 by
+# chunks and BigBird by tiles take a sixth of the time of their masks. FlexAttention compiles for 10 s and has no
+# backward on a CPU: only when forced.
+ORDER = {
+    "cpu": ("flash", "window", "tiles", "sdpa", "eager"),
+    "cuda": ("flash", "window", "flex", "sdpa", "eager"),
+}
 
 
 def attend(
@@ -54,4 +59,4 @@ def _forced(name: str, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, sco
     raise BackendError(f"backend {name!r} cannot serve this attention: {reason}; capable: {', '.join(capable)}")
 
 
-__all__ = ["BACKENDS", "ORDER", "Backend", "Scoring", "attend", "attention_weights"]
+__all__ = ["BACKENDS", "ORDER", "Backend", "Relative", "Scoring", "attend", "attention_weights"]

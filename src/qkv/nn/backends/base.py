@@ -9,7 +9,18 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from qkv.config import Coordinates
 from qkv.nn.context import AttentionPlan
+
+
+@dataclass(frozen=True)
+class Relative:
+    """What a position scheme adds to scores, for a backend that meets keys block by block."""
+
+    at: Callable[[Tensor, Tensor, Coordinates, Coordinates], Tensor]
+    """From queries, keys and where both stand, what joins their scaled scores."""
+    parameters: tuple[Tensor, ...]
+    """That it is made of."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,8 @@ class Scoring:
     dropout: float = 0.0
     values: Callable[[Tensor], Tensor | None] | None = None
     """From the weights (B, H, Q, K), what joins the output."""
+    relative: Relative | None = None
+    """What `bias` is towards these keys, towards any others."""
 
     @property
     def special(self) -> str | None:

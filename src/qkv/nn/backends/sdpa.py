@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qkv.nn.backends.base import Backend, Scoring
+from qkv.nn.backends.eager import EAGER
 from qkv.nn.context import AttentionPlan
 
 
@@ -43,6 +44,9 @@ class Sdpa(Backend):
         return scoring.special
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
+        learned = scoring.bias is not None and scoring.bias.requires_grad and torch.is_grad_enabled()
+        if learned and q.device.type == "cpu":
+            return EAGER.run(q, k, v, plan, scoring)  # as torch does, which has no kernel for it, but slower
         mask = None if plan.cover == "all" else plan.mask[:, None]
         if scoring.bias is not None:
             bias = scoring.bias.to(q.dtype)

@@ -8,14 +8,17 @@ pattern's predicate on the coordinates of its own queries and keys.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from qkv.config import Coordinates
 from qkv.nn.backends.base import Backend, Scoring
 from qkv.nn.backends.sdpa import dot_product
 from qkv.nn.context import AttentionPlan, visible
+from qkv.nn.gradient import differentiated
 from qkv.nn.invariant import active
 
 
@@ -50,19 +53,44 @@ class Window(Backend):
         far = None if seen_by_all is None else (_pick(k, seen_by_all), _pick(v, seen_by_all))
         out = []
         step = max(64, behind + 1)
-        for start in range(0, length, step):
-            stop = min(start + step, length)
-            low, high = max(0, start - behind), min(length, stop + ahead)
-            query, near = _slice(plan.query, start, stop), _slice(plan.key, low, high)
+        spans = [(max(0, at - behind), min(length, at + step + ahead)) for at in range(0, length, step)]
+        chunks = zip(q.split(step, 2), pieces(k, spans), pieces(v, spans), spans, strict=True)
+        for number, (queries, keys, values, (low, high)) in enumerate(chunks):
+            start = number * step
+            query, near = _slice(plan.query, start, start + queries.shape[2]), _slice(plan.key, low, high)
             mask = visible(plan.pattern, query, near)
-            keys, values = k[:, :, low:high], v[:, :, low:high]
             if far is not None and seen_by_all is not None:
                 outside = (seen_by_all < low) | (seen_by_all >= high)
                 far_mask = visible(plan.pattern, query, _gather(plan.key, seen_by_all)) & outside[:, None]
                 mask = _join(far_mask, mask)
                 keys, values = torch.cat((far[0], keys), 2), torch.cat((far[1], values), 2)
-            out.append(dot_product(q[:, :, start:stop], keys, values, mask[:, None], scoring))
+            out.append(dot_product(queries, keys, values, mask[:, None], scoring))
         return _with_global_queries(torch.cat(out, 2), q, k, v, plan, scoring)
+
+
+def pieces(x: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """x (B, G, T, F) from `low` to `high`, for each of the spans, which overlap."""
+    if differentiated(x):
+        parts: tuple[Tensor, ...] = _Pieces.apply(x, spans)
+        return parts
+    return tuple(x[:, :, low:high] for low, high in spans)
+
+
+class _Pieces(torch.autograd.Function):
+    """The same; torch alone gives each piece a gradient as long as the row, which grows with its square."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+        ctx.spans, ctx.shape = spans, x.shape
+        return tuple(x[:, :, low:high] for low, high in spans)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        whole = gradients[0].new_zeros(ctx.shape)
+        for gradient, (low, high) in zip(gradients, ctx.spans, strict=True):
+            whole[:, :, low:high] += gradient
+        return whole, None
 
 
 def _seen_by_all(plan: AttentionPlan, sinks: int) -> Tensor | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from qkv.config.training import Format
 from qkv.errors import CheckpointError, DataError
 from qkv.text import Tokenizer
 from qkv.train.data.encoding import COLUMNS, Encoder
+from qkv.train.data.labels import Labelled, Preference, Question, Tagged, class_names
 from qkv.train.data.records import Pair, Reading, Text, source_hash
 from qkv.train.data.selection import Selection, Sources, Split, select
 from qkv.train.data.shards import (
@@ -61,11 +62,17 @@ class Source(Sources, Protocol):
 
 
 def prepare(
-    source: Source, tokenizer: Tokenizer, folder: Path, split: Split = "train", *, separator: str | None = None
+    source: Source,
+    tokenizer: Tokenizer,
+    folder: Path,
+    split: Split = "train",
+    *,
+    separator: str | None = None,
+    classes: tuple[str, ...] = (),
 ) -> Shards:
-    """The shards of one side, made if they are not there."""
-    encoder = Encoder(tokenizer, source.format)  # it may refuse, before anything is read
-    reading, target = Reading(source.format, source.field, separator), Path(folder) / split
+    """The shards of one side, made if they are not there. `classes`: their names, of data that has any."""
+    encoder = Encoder(tokenizer, source.format, classes)  # it may refuse, before anything is read
+    reading, target = Reading(source.format, source.field, separator, classes), Path(folder) / split
     old, request = _existing(target, tokenizer), _request(source, reading, split)
     if old is not None and old.manifest is not None and old.manifest.get("request") == request:
         return old
@@ -91,15 +98,28 @@ def training_texts(source: Source, *, separator: str | None = None) -> Iterator[
             yield record.text
         elif isinstance(record, Pair):
             yield from (record.source, record.target)
+        elif isinstance(record, Labelled):
+            yield from (text for text in (record.text, record.pair) if text is not None)
+        elif isinstance(record, Tagged):
+            yield " ".join(record.words)
+        elif isinstance(record, Question):
+            yield from (record.question, record.context)
+        elif isinstance(record, Preference):
+            yield from (record.prompt, record.chosen, record.rejected)
         else:
             contents = (message.get("content") for message in record.messages)
             yield from (content for content in contents if isinstance(content, str))
 
 
+def training_classes(source: Source, known: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names of the classes of the training records; `known` if these are among them."""
+    return class_names(select(source, Reading(source.format, source.field), "train").everything(), known)
+
+
 def _request(source: Source, reading: Reading, split: Split) -> str:
     """A hash of what is asked for: if it is the same, so are the shards, and no record need be read to know it."""
     files = [[source_hash(name, reading) for name in names] for names in (source.train, source.valid)]
-    text = json.dumps([files, asdict(reading), split, source.valid_share])
+    text = json.dumps([files, reading.said, split, source.valid_share])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -118,7 +138,7 @@ class _Plan:
     def of(cls, selection: Selection, tokenizer: Tokenizer, request: str) -> _Plan:
         reading = selection.reading
         hashes = tuple(selection.content(number) for number in range(len(selection.names)))
-        return cls(request, tokenizer_hash(tokenizer), tokenizer.vocab_size, asdict(reading), selection.rule, hashes)
+        return cls(request, tokenizer_hash(tokenizer), tokenizer.vocab_size, reading.said, selection.rule, hashes)
 
     @property
     def identity(self) -> str:
@@ -152,7 +172,11 @@ def _existing(folder: Path, tokenizer: Tokenizer) -> Shards | None:
 
 
 def _write(new: Path, plan: _Plan, selection: Selection, encoder: Encoder, old: Shards | None) -> None:
-    kinds = {"answers": np.dtype("u1")}
+    kinds: dict[str, np.dtype[Any]] = {
+        "answers": np.dtype("u1"),
+        "labels": np.dtype("<i4"),
+        "words": np.dtype("<i4"),
+    }
     columns = COLUMNS[selection.reading.format]
     header, kind = header_of(plan.identity), token_type(plan.vocab_size)
     writers = {name: _Column(new, name, kinds.get(name, kind), header) for name in columns}
@@ -240,7 +264,15 @@ class _Column:
     def copy(self, old: Shards, first: int, last: int) -> None:
         """Documents that were tokenised before."""
         self._flush()
-        found = {"tokens": old.tokens, "source": old.source, "answers": old.answers}[self.name]
+        columns = {
+            "tokens": old.tokens,
+            "source": old.source,
+            "answers": old.answers,
+            "labels": old.labels,
+            "words": old.words,
+            "rejected": old.rejected,
+        }
+        found = columns[self.name]
         if found is None:
             raise AssertionError(f"no {self.name} in shards that were read the same way")
         start, stop = int(found.bounds[first]), int(found.bounds[last])
@@ -251,7 +283,7 @@ class _Column:
     def finish(self, vocab_size: int) -> dict[str, Any]:
         """What the manifest says of the column."""
         self._flush()
-        if self._largest >= vocab_size and self.name != "answers":
+        if self._largest >= vocab_size and self.name in ("tokens", "source", "rejected"):
             raise DataError(f"the tokenizer gives token {self._largest}, but says that it has {vocab_size}")
         bounds = _File(self.folder, f"{self.name}-bounds.bin", self.header)
         bounds.append(np.frombuffer(self._bounds, dtype=np.int64).astype("<i8"))

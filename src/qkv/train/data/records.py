@@ -8,6 +8,7 @@
                                                         source and which the target (counted from 1; by default 1,2)
                 `one.de::one.en`: two files             line n of the one and line n of the other
     chat        a JSONL file, or `datasets:...`         {"messages": [{"role": ..., "content": ...}, ...]}
+    labelled, tagged, questions, preferences: the same  see `labels`
 
 Files may be compressed (`files`). `datasets:NAME`, `datasets:NAME:SPLIT` or `datasets:NAME:CONFIG:SPLIT` is a dataset
 that the library of that name loads. Empty lines, pairs of empty lines and documents without any text are left out; a
@@ -17,7 +18,7 @@ pair of which one side is empty is an error, for it shows that the sides have mo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -26,6 +27,7 @@ from qkv.config.training import Format
 from qkv.errors import DataError
 from qkv.text.chat import Message
 from qkv.train.data.files import content_hash, read_lines, read_whole
+from qkv.train.data.labels import Labelled, Preference, Question, Tagged, labelled, preference, question, tagged
 from qkv.train.data.library import PREFIX, library_rows, rows_hash
 
 TWO_FILES = "::"
@@ -68,7 +70,7 @@ class Chat:
         return json.dumps(self.messages, sort_keys=True, ensure_ascii=False)
 
 
-Record = Text | Pair | Chat
+Record = Text | Pair | Chat | Labelled | Tagged | Question | Preference
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,14 @@ class Reading:
     format: Format
     field: str = "text"
     separator: str | None = None
+    classes: tuple[str, ...] = ()
+    """The names of classes, in the order of their numbers."""
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What decides how records become numbers: plain JSON values."""
+        told = {"format": self.format, "field": self.field, "separator": self.separator}
+        return told | ({"classes": list(self.classes)} if self.classes else {})
 
     def __post_init__(self) -> None:
         if self.separator is not None and self.format != "text":
@@ -94,6 +104,9 @@ class Reading:
             found = _pairs(name, *self.columns())
         elif self.format == "chat":
             found = (_chat(where, row) for where, row in _rows(name))
+        elif self.format in _LABELS:
+            read = _LABELS[self.format]
+            found = (read(where, row) for where, row in _rows(name))
         else:
             found = (_field(where, row, self.field) for where, row in _rows(name))
         return found
@@ -105,6 +118,14 @@ class Reading:
         if not (first.strip().isdecimal() and second.strip().isdecimal()) or min(int(first), int(second)) < 1:
             raise DataError(f"field: {self.field!r} names no two columns; give their numbers from 1, as '2,1'")
         return int(first) - 1, int(second) - 1
+
+
+_LABELS: dict[str, Callable[[str, Mapping[str, Any]], Record]] = {
+    "labelled": labelled,
+    "tagged": tagged,
+    "questions": question,
+    "preferences": preference,
+}
 
 
 def source_hash(name: str, reading: Reading) -> str:

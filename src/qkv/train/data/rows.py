@@ -5,6 +5,7 @@
     Packed        several whole documents per row, each with its number, so that a model keeps them apart
     Single        one document per row
     Pairs         one source and one target per row
+    Answered      one example with its labels per row; objectives cut what is too long
 
 `ahead` is how many tokens more a row has than the model reads: 1 where the targets stand one token later, so that every
 row gives `context` targets, and every token of a text but the first is a target exactly once.
@@ -151,6 +152,27 @@ class Pairs:
         """Source and target."""
         document = int(self._kept[number])
         return Example(self._target.document(document), source=self._source.document(document))
+
+
+class Answered:
+    """One example with its labels per row."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        tokens = shards.n_tokens + (0 if shards.source is None else int(shards.source.bounds[-1]))
+        self.coverage = Coverage(shards.n_documents, tokens)
+
+    def __len__(self) -> int:
+        return self.coverage.rows
+
+    def example(self, number: int) -> Example:
+        """The text, or both, and what is known of them."""
+        shards, tokens = self._shards, self._shards.tokens.document(number)
+        optional = (shards.source, shards.words, shards.labels, shards.rejected)
+        source, words, labels, rejected = (None if one is None else one.document(number) for one in optional)
+        if source is not None and not len(source) and rejected is None:
+            source = None  # one text
+        return Example(tokens, source, words=words, labels=labels, rejected=rejected)
 
 
 class _Pieces:

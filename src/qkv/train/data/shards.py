@@ -6,7 +6,8 @@
     tokens-bounds.bin    the header, then int64: where each document begins, and at last where the last one ends
 
 A folder has one such group of files per column: `tokens` always; `source` for pairs, whose `tokens` are the targets;
-`answers` (uint8, 1 where the model speaks) for chats. All numbers are little-endian.
+`answers` (uint8, 1 where the model speaks) for chats; `labels` and `words` (int32) where there are classes. All numbers
+are little-endian.
 
 The header is b"QKVSHARD" and the first 16 bytes of the hash that names this preparation: a file that belongs to
 another one is refused, and so is one whose length differs from the manifest's. `verify` compares every byte.
@@ -93,6 +94,9 @@ class Shards:
     """Differs whenever the content does."""
     source: Column | None = None
     answers: Column | None = None
+    labels: Column | None = None
+    words: Column | None = None
+    rejected: Column | None = None
     manifest: Mapping[str, Any] | None = None
     """None for what never was on disk."""
 
@@ -145,6 +149,9 @@ def open_shards(folder: Path, tokenizer: Tokenizer | None = None) -> Shards:
             manifest["identity"],
             columns.get("source"),
             columns.get("answers"),
+            columns.get("labels"),
+            columns.get("words"),
+            columns.get("rejected"),
             manifest,
         )
     except (KeyError, TypeError, AttributeError) as error:

@@ -19,7 +19,7 @@ import numpy as np
 from qkv.errors import DataError
 from qkv.train.batch import Example
 from qkv.train.data.permutation import below, key_of, permuted
-from qkv.train.data.rows import AnyWindow, Coverage, Packed, Pairs, Rows, Single, Windows
+from qkv.train.data.rows import Answered, AnyWindow, Coverage, Packed, Pairs, Rows, Single, Windows
 from qkv.train.data.shards import Ints, Shards
 
 
@@ -67,6 +67,11 @@ class Stream(Iterator[list[Example]]):
     def epoch(self) -> float:
         """How many times the rows have been given, in full and in part."""
         return self.position / len(self.rows)
+
+    @property
+    def latest(self) -> str:
+        """What the last batch was, in words."""
+        return f"examples {self.position - self.batch} to {self.position - 1} of the data"
 
     def __next__(self) -> list[Example]:
         return self.draw(self.batch)
@@ -133,6 +138,11 @@ class Contiguous(Iterator[list[Example]]):
         """How many times the text has been read, in full and in part."""
         return self.position / self.steps
 
+    @property
+    def latest(self) -> str:
+        """What the last step was, in words."""
+        return f"segment {(self.position - 1) % self.steps} of {self.steps} of the data"
+
     def __next__(self) -> list[Example]:
         start = self.position % self.steps * self._context
         stop = min(start + self._context + self._ahead, self._length)
@@ -155,6 +165,10 @@ class Contiguous(Iterator[list[Example]]):
 
 def arranged(shards: Shards, context: int, documents: bool, *, ahead: int = 0, random: bool = False) -> Rows:
     """The rows that these documents make."""
+    if shards.labels is not None or shards.rejected is not None:
+        if documents or random:
+            raise DataError("examples with answers stand in rows of their own: leave out documents and random")
+        return Answered(shards)
     if shards.source is not None:
         if documents or random:
             raise DataError("pairs stand in rows of their own: leave out documents and random")
