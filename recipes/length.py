@@ -7,10 +7,11 @@ windows of 128, 256, 512 and 1,024. The protocol is `sliding` with a stride of 1
 each window its last 128 tokens count, and every length is asked for the same tokens. So a figure differs from that on
 its left only because each token has as many more tokens before it.
 
-The model with rotary positions is also measured with each rule that stretches them by 8, as it is and after a short
-training on rows of 1,024. `results.json`, `table.md` and `length.png` are written anew after every model; what is done
-is not done again, and a run that was killed goes on from its last checkpoint. Where others use the cores too,
-`OMP_NUM_THREADS=1` makes it several times faster: threads that wait for each other waste what is left.
+Each is measured again after a short training on rows of 1,024 - but for learned positions, of which there are no more -
+and the model with rotary positions also with each rule that stretches them by 8, before and after. `results.json`,
+`table.md` and `length.png` are written anew after every model; what is done is not done again, and a run that was
+killed goes on from its last checkpoint. Where others use the cores too, `OMP_NUM_THREADS=1` makes it several times
+faster: threads that wait for each other waste what is left.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ BASE = "rope-10k"
 """The model whose angles are stretched."""
 RULES = ("unscaled", "pi", "ntk", "dynamic-ntk", "yarn", "llama3")
 UNSCALED, TUNED = RULES[0], "-tuned"
+LEARNED = "learned"
 
 
 @dataclass(frozen=True)
@@ -155,29 +157,35 @@ def from_scratch(plan: Plan, name: str) -> Path:
 
 def stretched(plan: Plan, rule: str) -> Path:
     """The base model, which must be there, with its angles stretched; no training."""
-    folder = plan.out / f"{BASE}-{rule}" / "as-it-is"
+    at = "decoder.layers.*.attention.positions.scaling"
+    return changed(plan, BASE, f"{BASE}-{rule}", {at: scaling(plan, rule).to_dict()})
+
+
+def changed(plan: Plan, source: str, name: str, changes: Mapping[str, Any]) -> Path:
+    """A model that is there, for rows as long as the longest window, with other changes that need no new weights."""
+    folder = plan.out / name / "as-it-is"
     if not folder.is_dir():
-        lm = qkv.load(plan.out / BASE / "model")
-        at = "decoder.layers.*.attention.positions.scaling"
-        config = lm.config.override({at: scaling(plan, rule).to_dict(), "max_seq_len": plan.longest})
-        model = qkv.build(config)
+        lm = qkv.load(plan.out / source / "model")
+        model = qkv.build(lm.config.override({**changes, "max_seq_len": plan.longest}))
         model.load_state_dict(lm.model.state_dict())
         qkv.TextModel(model, lm.tokenizer).save(folder)
     return folder
 
 
-def tuned(plan: Plan, rule: str) -> Path:
-    """The same after a short training on rows as long as the longest window."""
+def tuned(plan: Plan, name: str, start: Callable[[], Path]) -> Path:
+    """A model after a short training on rows as long as the longest window; Transformer-XL's still with its memory."""
+    rows = max(1, plan.batch * plan.context // plan.longest)  # as many tokens a step as before
     changes = {
         "tokenizer": "checkpoint",
         "data.context": plan.longest,
         "schedule": {"kind": "constant", "peak": 5e-4, "warmup": plan.tune_steps // 10},
         "run.steps": plan.tune_steps,
         "run.save_every": 0,
-        # As many tokens a step as before.
-        "run.batch": max(1, plan.batch * plan.context // plan.longest),
+        "run.batch": rows,
     }
-    return trained(plan, f"{BASE}-{rule}/tuned", {"checkpoint": str(stretched(plan, rule))}, changes)
+    if name == "transformer-xl":
+        changes |= {"objective.memory": plan.context}
+    return trained(plan, f"{name}/tuned", {"checkpoint": str(start())}, changes)
 
 
 # Measuring
@@ -206,10 +214,11 @@ def models(plan: Plan) -> dict[str, Callable[[], Path]]:
     """How every model is made, by name; the base stands before what is stretched."""
     wanted = [name for name in schemes(plan.context) if plan.only is None or name in plan.only]
     made: dict[str, Callable[[], Path]] = {name: partial(from_scratch, plan, name) for name in wanted}
-    if BASE in made:
-        made |= {f"{BASE}-{rule}": partial(stretched, plan, rule) for rule in RULES if rule != UNSCALED}
-        made |= {f"{BASE}-{rule}{TUNED}": partial(tuned, plan, rule) for rule in RULES}
-    return made
+    rules = [rule for rule in RULES if rule != UNSCALED and BASE in made]
+    starts = {f"{BASE}-{rule}": partial(stretched, plan, rule) for rule in rules}
+    longer = {name: partial(changed, plan, name, name, {}) for name in wanted if name != LEARNED}
+    made |= starts
+    return made | {f"{name}{TUNED}": partial(tuned, plan, name, start) for name, start in (longer | starts).items()}
 
 
 def prepare(plan: Plan) -> None:
@@ -253,26 +262,27 @@ def table(results: Mapping[str, Any]) -> str:
     """All models in Markdown: kinds of positions; and rules that stretch angles, as they are and after training."""
     found, lengths = results["models"], list(results["protocols"])
     plan = results["plan"]
-    kinds = [[name, *cells(found[name])] for name in found if not name.startswith(f"{BASE}-")]
-    rules = [
-        [label, *cells(found[name]), *(cells(found[after]) if after in found else ["-"] * len(lengths))]
-        for label, name, after in rule_names()
-        if name in found
-    ]
-    said = f"Perplexity of held-out text, in windows of as many tokens. Trained on rows of {plan['context']} tokens."
-    lines = [said, "", *_markdown(["positions", *lengths], kinds)]
+    head = [*lengths, *(f"{length}, tuned" for length in lengths)]
+
+    def row(label: str, name: str) -> list[str]:
+        after = f"{name}{TUNED}"
+        return [label, *cells(found[name]), *(cells(found[after]) if after in found else ["-"] * len(lengths))]
+
+    kinds = [row(name, name) for name in found if not name.startswith(f"{BASE}-") and not name.endswith(TUNED)]
+    rules = [row(label, name) for label, name in rule_names() if name in found]
+    said = (
+        f"Perplexity of held-out text, in windows of as many tokens. Trained on rows of {plan['context']} tokens; "
+        f"tuned: after {plan['tune_steps']} steps on rows of {lengths[-1]}."
+    )
+    lines = [said, "", *_markdown(["positions", *head], kinds)]
     if rules:
-        tuned = [f"{length}, tuned" for length in lengths]
-        what = (
-            f"Angles of `{BASE}` stretched, as they are and after {plan['tune_steps']} steps on rows of {lengths[-1]}."
-        )
-        lines += ["", what, "", *_markdown(["rule", *lengths, *tuned], rules)]
+        lines += ["", f"Angles of `{BASE}` stretched.", "", *_markdown(["rule", *head], rules)]
     return "\n".join(lines) + "\n"
 
 
-def rule_names() -> list[tuple[str, str, str]]:
-    """Each rule, and the names of its model before and after training; unscaled it is the base itself."""
-    return [(rule, BASE if rule == UNSCALED else f"{BASE}-{rule}", f"{BASE}-{rule}{TUNED}") for rule in RULES]
+def rule_names() -> list[tuple[str, str]]:
+    """Each rule, and the name of its model; unscaled it is the base itself."""
+    return [(rule, BASE if rule == UNSCALED else f"{BASE}-{rule}") for rule in RULES]
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -288,10 +298,10 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
     figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for name in found:
-        if not name.startswith(f"{BASE}-"):
+        if not name.startswith(f"{BASE}-") and not name.endswith(TUNED):
             _curve(left, found[name], name, "-")
-    for index, (rule, name, after) in enumerate(rule_names()):
-        for shown, style, label in ((name, "-", rule), (after, "--", f"{rule}, tuned")):
+    for index, (rule, name) in enumerate(rule_names()):
+        for shown, style, label in ((name, "-", rule), (f"{name}{TUNED}", "--", f"{rule}, tuned")):
             if shown in found:
                 _curve(right, found[shown], label, style, color=f"C{index}")
     for axes, title in ((left, "kinds of positions"), (right, f"rules that stretch {BASE}")):

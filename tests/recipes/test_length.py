@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -75,7 +76,8 @@ def test_a_rule_stretches_and_then_tunes(length: ModuleType, text: Path, tmp_pat
     plan = length.asked([str(text), "--out", str(tmp_path / "out"), *TINY])
     length.prepare(plan)
     base = qkv.load(length.from_scratch(plan, length.BASE))
-    stretched, tuned = (qkv.load(made(plan, "yarn")) for made in (length.stretched, length.tuned))
+    start = partial(length.stretched, plan, "yarn")
+    stretched, tuned = qkv.load(start()), qkv.load(length.tuned(plan, f"{length.BASE}-yarn", start))
     for lm in (stretched, tuned):
         assert lm.config.decoder.layers[0].attention.positions.scaling == length.scaling(plan, "yarn")
         assert lm.config.max_seq_len == 32
@@ -99,7 +101,7 @@ def test_the_whole_table(length: ModuleType, text: Path, tmp_path: Path) -> None
     length.run(length.asked([str(text), "--out", str(out), *TINY]))
     results = json.loads((out / "results.json").read_text())
     stretched = [f"rope-10k-{rule}" for rule in length.RULES[1:]]
-    tuned = [f"rope-10k-{rule}-tuned" for rule in length.RULES]
+    tuned = [f"{name}-tuned" for name in (*length.schemes(8), *stretched) if name != "learned"]
     assert list(results["models"]) == [*length.schemes(8), *stretched, *tuned]
     before, after = (results["models"][name]["perplexity"]["32"] for name in ("rope-10k-yarn", "rope-10k-yarn-tuned"))
     assert before != after
