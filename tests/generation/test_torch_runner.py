@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +92,9 @@ def test_logits_after_every_token_and_taking_back(name: str) -> None:
         assert deviation(after[row], uncached(model, text, source, len(prompts[row]))[-1]) < 1e-6
 
 
-@every_case
+@pytest.mark.parametrize(
+    "name", [name if index % 3 == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(ABLE)]
+)
 def test_a_row_is_bitwise_the_row_alone(name: str) -> None:
     """Batches of 1 to 8, lengths 1 to 64, whole prompts against chunks: the same bits."""
     config = ABLE[name]
@@ -103,10 +106,13 @@ def test_a_row_is_bitwise_the_row_alone(name: str) -> None:
     prompts, more = random_rows(config, lengths, 0), random_rows(config, [3] * 8, 1)
     sources = sources_of(config, 8)
 
+    @cache
+    def runner(chunk: int) -> TorchRunner:
+        return TorchRunner(model, config.vocab_size, Runtime(deterministic=True, chunk=chunk))
+
     def run(rows: Sequence[int], chunk: int) -> np.ndarray:
         asked = None if sources is None else [sources[row] for row in rows]
-        runner = TorchRunner(model, config.vocab_size, Runtime(deterministic=True, chunk=chunk))
-        state = runner.start(len(rows), longest + 3, sources=asked)
+        state = runner(chunk).start(len(rows), longest + 3, sources=asked)
         steps = [state.extend([prompts[row] for row in rows])]
         steps += [state.extend([[more[row][t]] for row in rows]) for t in range(3)]
         return np.stack(steps, 1)
