@@ -106,6 +106,26 @@ def test_a_text_is_bitwise_the_same_in_every_company_and_pace(name: str, form: F
     assert np.array_equal(np.concatenate([slow.extend([[token]]) for token in rows[0]]), whole[0])
 
 
+@pytest.mark.parametrize("name", ["llama-3-8b", "gemma-3-270m", "bloom-560m", "mistral-7b"])
+@pytest.mark.parametrize("width", [16, 40, 64])
+def test_tiles_of_queries_give_the_bits_of_single_ones(name: str, width: int) -> None:
+    """Heads as wide as real ones, rows that fill several tiles and cut others short, windows that have turned over."""
+    config = qkv.preset(name).toy().override({"decoder.layers.*.attention.head_dim": width, "max_seq_len": LENGTH})
+    rows = texts(config, (53, 18, 35))
+    exact = {key: w.astype(np.float64) for key, w in weights_of(config).items()}
+    runner = runner_of(config, threads=1)
+    whole = runner.start(3, LENGTH).extend_all(rows)
+    for row, logits in zip(rows, whole, strict=True):
+        expected = reference.forward(config, exact, np.array([row]))[0]
+        assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
+        single = runner.start(1, LENGTH)
+        assert np.array_equal(np.concatenate([single.extend([[token]]) for token in row]), logits)
+    for kernel in ("avx2", "portable"):
+        if kernels(kernel):
+            other = runner_of(config, threads=2, kernels=kernel).start(3, LENGTH).extend_all(rows)
+            assert all(np.array_equal(one, two) for one, two in zip(whole, other, strict=True))
+
+
 def test_windows_forget_and_take_back_as_without_a_cache() -> None:
     config = qkv.preset("mistral-7b").toy()
     (row,) = texts(config, (50,))

@@ -64,6 +64,13 @@ struct Look {
   float scale, softcap, slope;      // slope: ALiBi's; 0: none. softcap 0: none
 };
 
+// The same for up to 16 rows of one line at once, a row a lane; `q` and `out` are the first row's.
+struct Looks {
+  Look first;
+  const int32_t* position;  // of each query; `first.position` is not read
+  int32_t rows, q_ld, out_ld;
+};
+
 struct Kernels {
   const char* name;
   // out[m * ld + n] for blocks first .. last - 1; `add`: to what stands there.
@@ -74,7 +81,9 @@ struct Kernels {
   void (*norm)(const float* x, const float* weight, const float* bias, float eps, bool centre, int width, float* out);
   void (*act)(int kind, const float* gate, const float* up, float* out, int n);  // up may be null
   void (*cap)(float* x, float limit, int n);
-  void (*look)(const Look&, float* scores);
+  void (*look)(const Look&, float* space);    // space: a float per slot, and 16 more
+  void (*looks)(const Looks&, float* space);  // space: 16 floats per slot and per column of a query
+  // Both give the same bits.
 };
 
 enum Act : int32_t { RELU, RELU2, GELU, GELU_TANH, QUICK_GELU, SILU, SIGMOID, TANH };

@@ -60,6 +60,7 @@ struct Program {
   struct Coded { Array<int8_t> code; Array<float> scale, sum; Array<int32_t> whole; Codes view; };
   std::vector<Coded> coded;
   std::vector<Array<float>> scores;  // one per thread
+  std::vector<int> tiles;            // the first row of each, and the end
   Call call{};
 
   Program(const Instruction* from, int n, const int32_t* widths, int n_buffers, const int32_t* codes, int n_codes,
@@ -82,9 +83,18 @@ struct Program {
     }
     if (keys > longest) {
       scores.clear();
-      longest = keys + keys / 2 + 64;
-      for (int t = 0; t < team.size(); t++) scores.push_back(array<float>(longest));
+      longest = keys + keys / 2;
+      int widest = 0;
+      for (const Instruction& i : list) widest = i.op == ATTEND ? std::max(widest, i.n[3]) : widest;
+      for (int t = 0; t < team.size(); t++) scores.push_back(array<float>(16 * ((size_t)longest + widest + 1)));
     }
+  }
+
+  void cut() {
+    tiles.clear();
+    for (int r = 0; r < call.M; r++)
+      if (r == 0 || call.line[r] != call.line[r - 1] || r - tiles.back() == 16) tiles.push_back(r);
+    tiles.push_back(call.M);
   }
 };
 
@@ -175,31 +185,45 @@ struct Step {
       }
   }
 
+  // Rows of one line that stand together, up to 16 of them, are a tile; tiles and heads go around among the threads,
+  // since later tiles see more.
   void attend(const Instruction& i) {
+    int heads = i.n[1], count = (int)p.tiles.size() - 1;
+    for (int at = t; at < count * heads; at += threads) {
+      int r = p.tiles[at / heads], rows = p.tiles[at / heads + 1] - r;
+      Look one = seen(i, r, at % heads);
+      one.last = std::max(one.last, seen(i, r + rows - 1, at % heads).last);
+      if (rows >= 4) {
+        Looks all{one, p.call.position + r, rows, p.width[i.in], p.width[i.out]};
+        p.kernels->looks(all, p.scores[t].get());
+        continue;
+      }
+      for (int row = r; row < r + rows; row++) p.kernels->look(seen(i, row, at % heads), p.scores[t].get());
+    }
+  }
+
+  // What one head of one row looks at.
+  Look seen(const Instruction& i, int r, int h) {
     const Streams& from = p.call.layers[i.n[5]];
     const Slots& slots = p.call.groups[i.n[6]];
-    int heads = i.n[1], kv = i.n[2], kw = i.n[3], vw = i.n[4], behind = i.n[7];
-    Share mine(M * heads, t, threads);
-    for (int at = mine.first; at < mine.last; at++) {
-      int r = at / heads, h = at % heads, g = h / (heads / kv), position = p.call.position[r];
-      int64_t line = p.call.line[r];
-      Look one{};
-      one.q = buf(i.in) + (size_t)r * p.width[i.in] + i.n[0] + h * kw;
-      one.keys = from.keys + line * from.key_line + g * from.key_head;
-      one.values = from.values + line * from.value_line + g * from.value_head;
-      one.positions = slots.positions ? slots.positions + line * slots.capacity : nullptr;
-      one.out = buf(i.out) + (size_t)r * p.width[i.out] + h * vw;
-      one.width = kw;
-      one.value_width = vw;
-      one.last = slots.positions ? slots.used : position + 1;
-      one.position = position;
-      one.behind = behind;
-      one.sinks = i.n[8];
-      one.scale = i.x[0];
-      one.softcap = i.x[1];
-      one.slope = i.p[0] ? ((const float*)i.p[0])[h] : 0.0f;
-      p.kernels->look(one, p.scores[t].get());
-    }
+    int g = h / (i.n[1] / i.n[2]), position = p.call.position[r];
+    int64_t line = p.call.line[r];
+    Look one{};
+    one.q = buf(i.in) + (size_t)r * p.width[i.in] + i.n[0] + h * i.n[3];
+    one.keys = from.keys + line * from.key_line + g * from.key_head;
+    one.values = from.values + line * from.value_line + g * from.value_head;
+    one.positions = slots.positions ? slots.positions + line * slots.capacity : nullptr;
+    one.out = buf(i.out) + (size_t)r * p.width[i.out] + h * i.n[4];
+    one.width = i.n[3];
+    one.value_width = i.n[4];
+    one.last = slots.positions ? slots.used : position + 1;
+    one.position = position;
+    one.behind = i.n[7];
+    one.sinks = i.n[8];
+    one.scale = i.x[0];
+    one.softcap = i.x[1];
+    one.slope = i.p[0] ? ((const float*)i.p[0])[h] : 0.0f;
+    return one;
   }
 
   void act(const Instruction& i) {
@@ -294,6 +318,7 @@ EXPORT int qkv_run(void* program, const Call* call) {
     return 1;
   }
   p.call = *call;
+  p.cut();
   p.team.run([](void* context, int t) {
     Program& q = *(Program*)context;
     Step{q, t, q.team.size(), q.call.M}.go();

@@ -45,6 +45,10 @@ INLINE F sub(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
 INLINE F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
 INLINE F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 INLINE F abs(F a) { return {_mm512_abs_ps(a.v)}; }
+// a where `flag` is 0 or more, else b.
+INLINE F choose(F flag, F a, F b) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(flag.v, _mm512_setzero_ps(), _CMP_GE_OQ), b.v, a.v)};
+}
 INLINE F nearest(F a) { return {_mm512_roundscale_ps(a.v, 8)}; }
 INLINE F power2(F n) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))}; }
 INLINE I whole(F a) { return {_mm512_cvtps_epi32(a.v)}; }
@@ -108,6 +112,11 @@ INLINE F abs(F x) {
   __m256 m = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   return {_mm256_and_ps(x.a, m), _mm256_and_ps(x.b, m)};
 }
+INLINE __m256 choose(__m256 flag, __m256 a, __m256 b) {
+  return _mm256_blendv_ps(b, a, _mm256_cmp_ps(flag, _mm256_setzero_ps(), _CMP_GE_OQ));
+}
+// x where `flag` is 0 or more, else y.
+INLINE F choose(F flag, F x, F y) { return {choose(flag.a, x.a, y.a), choose(flag.b, x.b, y.b)}; }
 INLINE F nearest(F x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
 INLINE __m256 power2(__m256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
@@ -199,6 +208,7 @@ INLINE F sub(F a, F b) { EACH a.v[i] -= b.v[i]; return a; }
 INLINE F div(F a, F b) { EACH a.v[i] /= b.v[i]; return a; }
 INLINE F min(F a, F b) { EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 INLINE F abs(F a) { EACH a.v[i] = std::fabs(a.v[i]); return a; }
+INLINE F choose(F flag, F a, F b) { EACH a.v[i] = flag.v[i] >= 0 ? a.v[i] : b.v[i]; return a; }
 INLINE F nearest(F a) { EACH a.v[i] = std::nearbyint(a.v[i]); return a; }
 INLINE F power2(F a) { EACH a.v[i] = std::ldexp(1.0f, (int)a.v[i]); return a; }
 INLINE I whole(F a) { I r; EACH r.v[i] = (int32_t)std::nearbyint(a.v[i]); return r; }
