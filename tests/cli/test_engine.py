@@ -17,3 +17,7 @@ def test_the_command_line(command: Callable[..., Result], saved: Path) -> None:
     wrong = command("generate", str(saved), "to be", "--quantize", "int4", "--cache", "int8")
     assert wrong.code == 2
     assert "engine: the native one keeps caches raw" in wrong.err
+    wrong = command("generate", str(saved), "to be", "--quantize", "int4", "--engine", "torch")
+    assert wrong.code == 2
+    assert "quantize: torch runs the weights as they are" in wrong.err
+    assert command("generate", str(saved), "to be", "--threads", "2").code == 2

@@ -70,5 +70,9 @@ def test_auto_takes_torch_where_it_must_and_says_so_once(tmp_path: Path) -> None
 def test_contradictions_are_refused(folder: Path) -> None:
     with pytest.raises(GenerationError, match="quantize: torch runs the weights as they are"):
         qkv.load(folder, runtime=qkv.Runtime(quantize="int8")).generate("to", 2)
+    with pytest.raises(GenerationError, match="threads: torch has its own setting"):
+        qkv.load(folder, runtime=qkv.Runtime(threads=2)).generate("to", 2)
+    with pytest.raises(GenerationError, match="deterministic: the native engine always is"):
+        qkv.load(folder, runtime=qkv.Runtime(engine="native", deterministic=False)).generate("to", 2)
     with pytest.raises(GenerationError, match="engine: the native one keeps caches raw"):
         qkv.load(folder, runtime=qkv.Runtime(engine="native", codec="int8")).generate("to", 2)

@@ -132,7 +132,9 @@ class Running:
         str | None, typer.Option(metavar="KIND:FACTOR", help="Read longer texts than in training: yarn:4.")
     ] = None
     cache: Annotated[Codec, typer.Option(help="How the cache stores keys and values.")] = Codec.RAW
-    engine: Annotated[Engine, typer.Option(help="What computes: torch, or the native CPU engine.")] = Engine.TORCH
+    engine: Annotated[
+        Engine | None, typer.Option(help="What computes; by default torch, and with --quantize the native CPU engine.")
+    ] = None
     quantize: Annotated[Quantized | None, typer.Option(help="Keep weights in fewer bits, in the native engine.")] = None
     threads: Annotated[int | None, typer.Option(min=1, help="Of the native engine; by default all cores.")] = None
     fast: Annotated[bool, typer.Option("--fast", help="Faster; last digits may depend on what runs beside.")] = False
@@ -147,7 +149,7 @@ class Running:
             deterministic,
             self.cache.value,
             prefix_bytes=prefix_bytes,
-            engine=self.engine.value if self.quantize is None else "native",
+            engine=self.engine.value if self.engine is not None else "torch" if self.quantize is None else "native",
             quantize=None if self.quantize is None else self.quantize.value,
             threads=self.threads,
         )

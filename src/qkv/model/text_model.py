@@ -251,6 +251,8 @@ class TextModel:
         runtime = self.runtime
         if runtime.codec != "raw" or runtime.layout != "auto":
             raise GenerationError("engine: the native one keeps caches raw and not paged; leave out codec and layout")
+        if runtime.deterministic is False:
+            raise GenerationError("deterministic: the native engine always is, at no cost; leave it out")
         weights = {name: tensor.float().cpu().numpy() for name, tensor in self.model.state_dict().items()}
         form, threads = runtime.quantize or "fp32", runtime.threads
         return NativeRunner.of(self.config, weights, spelled, form, threads=threads, chunk=runtime.chunk)

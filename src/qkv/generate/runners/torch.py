@@ -53,6 +53,8 @@ class TorchRunner:
         config, self.runtime = model.config, runtime or Runtime()
         if self.runtime.quantize is not None:
             raise GenerationError("quantize: torch runs the weights as they are; choose the native engine")
+        if self.runtime.threads is not None:
+            raise GenerationError("threads: torch has its own setting (OMP_NUM_THREADS); choose the native engine")
         if config.decoder is None or config.head.reads != "past":
             raise GenerationError("generate: needs a decoder with a language-model head, and this model has none")
         reason = why_not(config)
